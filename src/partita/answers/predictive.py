@@ -1,0 +1,175 @@
+"""Predictions: what draws say at new inputs, averaged, with their uncertainty.
+
+Shapes: S draws, n inputs, K classes. A Prediction holds every draw's predictive parameters: "probs" [S, n, K]
+(Bernoulli: [S, n, ...]) or "mean" and "sd" [S, n, ...]; all its answers are averages over S.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from partita.answers import scores as score
+from partita.target import Posterior
+from partita.target.likelihoods import Bernoulli, Categorical
+from partita.target.trees import as_tensors, leaves, map_tree, rows
+
+LIMIT = 2 * 2**30  # bytes a Prediction may hold; beyond it the draws are thinned evenly
+
+
+class Prediction:
+    """Predictive parameters of S draws at n inputs."""
+
+    def __init__(self, draws: Mapping[str, Tensor], classes: bool, ignore: int | None = None):
+        self.draws, self.classes, self._ignore = dict(draws), classes, ignore
+
+    @property
+    def probs(self) -> Tensor:
+        """p(y | x) averaged over the draws, [n, K] (Bernoulli: [n, ...])."""
+        return self._need("probs").mean(0)
+
+    @property
+    def mean(self) -> Tensor:
+        """E y, [n, ...]; for classes the probabilities."""
+        return self.probs if "probs" in self.draws else self._need("mean").mean(0)
+
+    @property
+    def sd(self) -> Tensor:
+        """√Var y = √(E σ² + Var μ) over the draws, [n, ...]."""
+        mean, sd = self._need("mean"), self._need("sd")
+        return (sd.square().mean(0) + mean.var(0, unbiased=False)).sqrt()
+
+    def entropy(self) -> Tensor:
+        """H[E p], the whole uncertainty, in nats, [n, ...]."""
+        return self._entropy(self.probs)
+
+    def mutual_information(self) -> Tensor:
+        """H[E p] - E H[p], the part the parameters cause, [n, ...]."""
+        return (self.entropy() - self._entropy(self._need("probs")).mean(0)).clamp(min=0)
+
+    def interval(self, mass: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Central interval. Regression: of y itself, quantiles of the mixture Σ_s N(μ_s, σ_s²)/S. Classes: of the
+        probabilities over the draws."""
+        if not 0 < mass < 1:
+            raise ValueError(f"interval got mass={mass!r}, expected a number in (0, 1)")
+        lower, upper = (1 - mass) / 2, (1 + mass) / 2
+        if "probs" in self.draws:
+            p = self.draws["probs"]
+            return p.quantile(lower, dim=0), p.quantile(upper, dim=0)
+        return self._quantile(lower), self._quantile(upper)
+
+    def scores(self, y: Any) -> dict[str, float]:
+        """Classes: accuracy (of the average), individual_accuracy (mean over draws), nll, brier, ece. Regression: rmse,
+        nll (of the mixture) and coverage of the 95 % interval."""
+        y = as_tensors(y, "y").to(next(iter(self.draws.values())).device)
+        if "probs" not in self.draws:
+            mean, sd = self._need("mean"), self._need("sd")
+            if y.shape != mean.shape[1:]:
+                raise ValueError(f"y has shape {tuple(y.shape)}, expected {tuple(mean.shape[1:])}")
+            nll = score.gaussian_mixture_nll(mean, sd, y)
+            return {"rmse": score.rmse(self.mean, y), "nll": nll, "coverage95": score.coverage(*self.interval(), y)}
+        each, y = self._flat(y)
+        p = each.mean(0)
+        return {
+            "accuracy": score.accuracy(p, y),
+            "individual_accuracy": score.individual_accuracy(each, y),
+            "nll": score.nll(p, y),
+            "brier": score.brier(p, y),
+            "ece": score.ece(p, y),
+        }
+
+    def _flat(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Per-draw probabilities [S, m, K] or [S, m] and targets [m], tokens and labels flattened, padding left out."""
+        p = self._need("probs")
+        event = p.shape[1:-1] if self.classes else p.shape[1:]
+        if y.shape != event:
+            raise ValueError(f"y has shape {tuple(y.shape)}, expected {tuple(event)}")
+        each = p.reshape(p.shape[0], -1, p.shape[-1]) if self.classes else p.reshape(p.shape[0], -1)
+        y = y.reshape(-1).long()
+        keep = y != self._ignore if self._ignore is not None else torch.ones_like(y, dtype=torch.bool)
+        return each[:, keep], y[keep]
+
+    def _entropy(self, p: Tensor) -> Tensor:
+        if self.classes:
+            return torch.special.entr(p).sum(-1)
+        return torch.special.entr(p) + torch.special.entr(1 - p)
+
+    def _quantile(self, q: float) -> Tensor:
+        """Bisection on the mixture's distribution function; 50 halvings reach float precision."""
+        mean, sd = self._need("mean").double(), self._need("sd").double()
+        low, high = (mean - 10 * sd).amin(0), (mean + 10 * sd).amax(0)
+        for _ in range(50):
+            mid = 0.5 * (low + high)
+            below = torch.special.ndtr((mid - mean) / sd).mean(0) < q
+            low, high = torch.where(below, mid, low), torch.where(below, high, mid)
+        return (0.5 * (low + high)).to(self.draws["mean"].dtype)
+
+    def _need(self, name: str) -> Tensor:
+        if name not in self.draws:
+            raise ValueError(f"this prediction has no {name!r}: it holds {sorted(self.draws)}")
+        return self.draws[name]
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{k} {list(v.shape)}" for k, v in self.draws.items())
+        return f"Prediction({shapes}; the first axis is the draws)"
+
+
+def predict(
+    target: Posterior,
+    theta: Tensor,
+    x: Any,
+    statistics: Mapping[str, Tensor] | None = None,
+    *,
+    how: str = "vmap",
+    draws_at_once: int = 16,
+    rows_at_once: int = 1024,
+) -> Prediction:
+    """θ [S, D], BatchNorm statistics {name: [S, ...]} -> the Prediction at x, batched over draws and inputs."""
+    x = map_tree(lambda t: t.to(theta.device), as_tensors(x))
+    sizes = {path: t.shape[0] if t.dim() else 0 for path, t in leaves(x)}
+    if len(set(sizes.values())) != 1 or not rows(x):
+        raise ValueError(f"the inputs have unequal or no rows: {sizes}, expected one n of at least 1 for all")
+    theta, statistics = _within_limit(target, theta, x, statistics, how)
+    parts = []
+    for a in range(0, rows(x), rows_at_once):
+        piece = map_tree(lambda t, a=a: t[a : a + rows_at_once], x)  # type: ignore[misc]
+        some = []
+        for s in range(0, theta.shape[0], draws_at_once):
+            stats = {k: v[s : s + draws_at_once] for k, v in statistics.items()} if statistics else None
+            some.append(_piece(target, theta[s : s + draws_at_once], piece, stats, how))
+        parts.append({k: torch.cat([p[k] for p in some]) for k in some[0]})
+    draws = {k: torch.cat([p[k] for p in parts], dim=1) for k in parts[0]}
+    likelihood = target.likelihood
+    classes = not isinstance(likelihood, Bernoulli)
+    return Prediction(draws, classes, likelihood.ignore if isinstance(likelihood, Categorical) else None)
+
+
+@torch.no_grad()
+def _piece(target: Posterior, theta: Tensor, x: Any, statistics: Any, how: str) -> dict[str, Tensor]:
+    if how == "vmap":
+        return vmap(target.predict, in_dims=(0, None, 0 if statistics else None))(theta, x, statistics)
+    each = [target.predict(t, x, {k: v[i] for k, v in (statistics or {}).items()} or None) for i, t in enumerate(theta)]
+    return {k: torch.stack([e[k] for e in each]) for k in each[0]}
+
+
+def _within_limit(target: Posterior, theta: Tensor, x: Any, statistics: Any, how: str) -> tuple[Tensor, Any]:
+    one = {k: v[:1] for k, v in statistics.items()} if statistics else None
+    probe = _piece(target, theta[:1], map_tree(lambda t: t[:2], x), one, how)
+    n = rows(x)
+    per_draw = sum(v.numel() * v.element_size() for v in probe.values()) * n // min(2, n)
+    if per_draw * theta.shape[0] <= LIMIT:
+        return theta, statistics
+    keep = max(1, LIMIT // per_draw)
+    step = math.ceil(theta.shape[0] / keep)
+    warnings.warn(
+        f"predicting with every {step}th draw: {theta.shape[0]:,} draws x {n:,} inputs would take "
+        f"{per_draw * theta.shape[0] / 2**30:.1f} GiB",
+        stacklevel=4,
+    )
+    return theta[::step], {k: v[::step] for k, v in statistics.items()} if statistics else None

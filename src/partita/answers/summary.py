@@ -1,0 +1,143 @@
+"""The summary of a run: how well it mixed, at which temperature it ran, and what that means in plain words.
+
+Mixing is judged over function values (what the network says at probe inputs), which are free of a network's
+permutation symmetries, and over parameters. Shapes: C chains, S draws, V variables: [C, S, V].
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from partita.answers import diagnostics
+
+RHAT_MIXED = 1.05
+HISTORY_SPAN = 20  # a history must span this many IACs, or the chain samples nearly the joint law
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """Quantiles of R-hat, bulk ESS and IAC (in steps) over V variables."""
+
+    what: str
+    variables: int
+    rhat_median: float
+    rhat_max: float
+    unmixed: float  # share of variables with R-hat above 1.05
+    ess_median: float
+    ess_min: float
+    iac_median: float
+    iac_max: float
+
+    @classmethod
+    def of(cls, what: str, x: Tensor, thin: int, ensembles: int) -> Mixing:
+        """x [C, S, V]; with coupled chains each of the `ensembles` is one chain, the mean of its members."""
+        rhat, ess, iac = measure(x, ensembles)
+        fine = rhat.isfinite()
+        if not bool(fine.any()):
+            return cls(what, int(x.shape[-1]), *[math.nan] * 7)
+        rhat, ess, iac = rhat[fine], ess[fine], iac[fine] * thin
+        return cls(
+            what,
+            int(x.shape[-1]),
+            rhat.median().item(),
+            rhat.max().item(),
+            (rhat > RHAT_MIXED).float().mean().item(),
+            ess.median().item(),
+            ess.min().item(),
+            iac.median().item(),
+            iac.max().item(),
+        )
+
+
+def measure(x: Tensor, ensembles: int) -> tuple[Tensor, Tensor, Tensor]:
+    """R-hat, ESS, IAC of each variable of [C, S, V].
+
+    Coupled chains: the estimate is the ensemble's mean x̄_t, so R-hat and IAC are those of x̄ with the ensembles as
+    chains, and ESS = Var x / Var(estimate), Var(estimate) = Var x̄ · IAC(x̄) / (ensembles · S).
+    """
+    C, S, V = x.shape
+    if ensembles == C:
+        return diagnostics.rhat(x), diagnostics.ess(x), diagnostics.iac(x)
+    mean = x.reshape(ensembles, C // ensembles, S, V).mean(1)
+    rhat, iac = diagnostics.rhat(mean), diagnostics.iac(mean)
+    return rhat, x.flatten(0, 1).var(0) / mean.flatten(0, 1).var(0) * diagnostics.ess(mean, "mean"), iac
+
+
+@dataclass(frozen=True)
+class Summary:
+    chains: int
+    draws: int
+    ensembles: int
+    target_temperature: float
+    temperature: Tensor  # [M], median over chains
+    heat: float
+    mixing: tuple[Mixing, ...]
+    composition_gap: float | None
+    history_span: int | None  # R · every, in steps
+    seconds: float
+    stopped: str | None
+
+    @property
+    def verdict(self) -> list[str]:
+        """What to make of it, in plain words."""
+        said = [f"the run ended early: {self.stopped}"] if self.stopped else []
+        if not self.mixing:
+            return [*said, f"{self.draws} draws a chain are too few to judge: expected at least 4"]
+        for m in self.mixing:
+            if math.isnan(m.rhat_max):
+                said.append(f"R-hat of the {m.what} is undefined: they did not move")
+            elif m.unmixed > 0:
+                more = math.ceil(min(10.0, max(2.0, 400 / max(m.ess_min, 1))))
+                said.append(
+                    f"these chains have not mixed: R-hat up to {m.rhat_max:.2f}, above {RHAT_MIXED} in "
+                    f"{100 * m.unmixed:.0f} % of the {m.what}; run about {more}x longer or take larger steps"
+                )
+            else:
+                said.append(f"the {m.what} have mixed: R-hat at most {m.rhat_max:.3f}, ESS at least {m.ess_min:.0f}")
+        if self.ensembles == 1:
+            said.append(
+                "only one independent chain or ensemble: R-hat compares its halves, not chains with one another"
+            )
+        excess = self.heat / self.target_temperature
+        if not 0.8 < excess < 1.25:
+            said.append(
+                f"the chain runs {'hot' if excess > 1 else 'cold'}: temperature {self.heat:.3g} where "
+                f"{self.target_temperature:g} is asked; "
+                + ("take smaller steps or larger batches" if excess > 1 else "run longer")
+            )
+        iac = next((m.iac_median for m in self.mixing if not math.isnan(m.iac_median)), None)
+        if self.history_span is not None and iac is not None and self.history_span < HISTORY_SPAN * iac:
+            said.append(
+                f"the history spans {self.history_span:,} steps, {self.history_span / iac:.1f} autocorrelation times: "
+                f"under {HISTORY_SPAN} the chain samples nearly the joint law; raise R or every"
+            )
+        if self.composition_gap is not None and self.composition_gap > 1:
+            said.append(
+                f"compositions cost {self.composition_gap:.2f} nats a datum more than present states: "
+                "the partition tears the network apart"
+            )
+        return said
+
+    def __str__(self) -> str:
+        units = "" if self.ensembles == self.chains else f" ({self.ensembles} independent ensembles)"
+        t = self.temperature[self.temperature.isfinite()]
+        lines = [
+            f"{self.chains} chains{units} x {self.draws:,} draws, {self.seconds:.1f} s",
+            "                     R-hat med   max    ESS med      min   IAC med      max (steps)",
+        ]
+        for m in self.mixing:
+            lines.append(
+                f"{f'{m.what} ({m.variables:,})':<20} {m.rhat_median:9.3f} {m.rhat_max:6.3f} {m.ess_median:9.0f} "
+                f"{m.ess_min:8.0f} {m.iac_median:9.1f} {m.iac_max:8.1f}"
+            )
+        if t.numel():
+            lines.append(
+                f"temperature {self.target_temperature:g}: E[(θ-θ̄)·g] by group {t.median():.3f} "
+                f"({t.min():.3f} to {t.max():.3f}), step heat {self.heat:.3f}"
+            )
+        if self.composition_gap is not None:
+            lines.append(f"composition gap {self.composition_gap:.4g} nats a datum")
+        return "\n".join([*lines, *("- " + v for v in self.verdict)])

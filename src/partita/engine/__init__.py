@@ -1,0 +1,1 @@
+"""HOW FAST: minibatches, energies of many chains at once, one step."""

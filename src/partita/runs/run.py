@@ -1,0 +1,121 @@
+"""Run: what sampling gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partita.answers.predictive import Prediction, predict
+from partita.answers.summary import Mixing, Summary
+from partita.structure.history import History
+from partita.structure.partitions import Groups
+from partita.target import ParameterSpace, Posterior, Target
+from partita.target.trees import leaves, map_tree
+
+MOST_PARAMETERS = 1_000  # looked at by summary(), evenly spread over θ
+
+
+@dataclass
+class Run:
+    """Posterior samples and what was seen on the way.
+
+    samples [C, S, D]; steps: the step of each draw; statistics: BatchNorm buffers of each draw {name: [C, S, ...]};
+    temperature [C, M] per group and heat [C]; metrics: one record per monitor step; stopped: why it ended early.
+    """
+
+    target: Target
+    samples: Tensor
+    steps: list[int]
+    settings: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    stopped: str | None
+    statistics: dict[str, Tensor]
+    temperature: Tensor
+    heat: Tensor
+    probe: Any
+    ensembles: int
+    groups: Groups
+    history: History | None
+
+    @property
+    def space(self) -> ParameterSpace:
+        return self.target.space
+
+    def module(self, chain: int = 0, draw: int = -1) -> nn.Module:
+        """A new module with the weights (and BatchNorm statistics) of one draw."""
+        target = self._posterior("module()")
+        C, S, _ = self._draws().shape
+        if not (-C <= chain < C and -S <= draw < S):
+            raise ValueError(f"module got chain={chain}, draw={draw}, expected chain < {C} and draw < {S}")
+        return target.module(self.samples[chain, draw], {k: v[chain, draw] for k, v in self.statistics.items()})
+
+    def predict(self, x: Any, draws: int | None = None) -> Prediction:
+        """Predictions at x, averaged over all draws of all chains, or `draws` of them evenly spread."""
+        target = self._posterior("predict()")
+        theta = self._draws().flatten(0, 1)
+        stats = {k: v.flatten(0, 1) for k, v in self.statistics.items()}
+        if draws is not None:
+            if not isinstance(draws, int) or not 1 <= draws <= len(theta):
+                raise ValueError(f"predict got draws={draws!r}, expected a whole number from 1 to {len(theta):,}")
+            pick = torch.linspace(0, len(theta) - 1, draws).round().long()
+            theta, stats = theta[pick], {k: v[pick] for k, v in stats.items()}
+        device = torch.device(self.settings["device"])
+        target = target.to(device)
+        stats = {k: v.to(device) for k, v in stats.items()}
+        prediction = predict(target, theta.to(device), x, stats, how=self.settings["chains_run"])
+        prediction.draws = {k: v.cpu() for k, v in prediction.draws.items()}
+        return prediction
+
+    def summary(self) -> Summary:
+        """R-hat, ESS and IAC over parameters and function values, temperature, composition gap, verdict."""
+        x, thin = self.samples, int(self.settings["thin"])
+        mixing: list[Mixing] = []
+        if x.shape[1] >= 4:
+            if isinstance(self.target, Posterior):
+                mixing.append(Mixing.of("predictions", self._functions(), thin, self.ensembles))
+            step = max(1, -(-x.shape[2] // MOST_PARAMETERS))
+            mixing.append(Mixing.of("parameters", x[:, :, ::step], thin, self.ensembles))
+        gaps = [m["composition_gap"] for m in self.metrics if "composition_gap" in m]
+        rows = getattr(self.history, "R", None)
+        return Summary(
+            chains=x.shape[0],
+            draws=x.shape[1],
+            ensembles=self.ensembles,
+            target_temperature=self.target.temperature,
+            temperature=self.temperature.median(0).values,
+            heat=float(self.heat.median()),
+            mixing=tuple(mixing),
+            composition_gap=gaps[-1] if gaps else None,
+            history_span=rows * self.history.every if rows and self.history else None,
+            seconds=float(self.settings.get("seconds", 0.0)),
+            stopped=self.stopped,
+        )
+
+    def _functions(self) -> Tensor:
+        """[C, S, V]: what each draw predicts at the probe inputs (log-probabilities, or means)."""
+        C, S, _ = self.samples.shape
+        draws = self.predict(self.probe[0]).draws
+        name = next(n for n in ("probs", "mean", *draws) if n in draws)
+        values = draws[name].log().clamp(min=-50) if name == "probs" else draws[name]
+        if values.shape[0] != C * S:  # thinned to fit
+            values = self.predict(map_tree(lambda t: t[:4], self.probe[0])).draws[name]
+        return values.reshape(C, S, -1)[:, :, :MOST_PARAMETERS]
+
+    def _draws(self) -> Tensor:
+        if self.samples.shape[1] == 0:
+            raise ValueError(f"the run kept no draws ({self.stopped or 'it has none'})")
+        return self.samples
+
+    def _posterior(self, who: str) -> Posterior:
+        if not isinstance(self.target, Posterior):
+            raise ValueError(f"{who} needs a pt.Posterior, this run sampled a {type(self.target).__name__}")
+        return self.target
+
+    def __repr__(self) -> str:
+        C, S, D = self.samples.shape
+        rest = f", stopped: {self.stopped}" if self.stopped else ""
+        n = next(iter(leaves(self.probe)))[1].shape[0] if self.probe is not None else 0
+        return f"Run({C} chains x {S:,} draws x {D:,} parameters, {n} probe inputs{rest})"

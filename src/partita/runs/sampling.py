@@ -1,0 +1,244 @@
+"""The only loop: burn in, step, keep, watch, stop."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partita.engine.step import Chains, Step
+from partita.runs.errors import DivergenceError
+from partita.runs.monitors import Moment, TemperatureCheck, as_monitors, composition_gap, recalibrated
+from partita.runs.progress import Progress
+from partita.runs.run import Run
+from partita.runs.setup import Plan, available_memory, prepare, seeded
+from partita.samplers import Sampler
+from partita.structure import Joint, Structure
+from partita.target import Posterior, Target
+
+KEEP = 2 * 2**30  # bytes of draws that keep="auto" allows
+CHECK_EVERY = 25  # steps between two looks for NaN
+
+
+def sample(
+    target: Target,
+    data: Any = None,
+    *,
+    sampler: Sampler,
+    structure: Structure | None = None,
+    steps: int,
+    burn_in: int | None = None,
+    thin: int | None = None,
+    chains: int = 4,
+    batch_size: int | None = None,
+    init: Any = "fresh",
+    spread: float | None = None,
+    seed: int = 0,
+    monitor: Any = None,
+    monitor_every: int | None = None,
+    device: str | torch.device = "auto",
+    engine: str = "auto",
+    keep: str = "auto",
+    memory: int = 2**30,
+    progress: bool | None = None,
+) -> Run:
+    """Sample a target with C chains at once, each with its own minibatches, masks and past draws.
+
+    data            (x, y) tensors or arrays, a Dataset or a DataLoader; none for a Density
+    steps, burn_in  all steps, and how many of them come first and are not kept (default: a quarter)
+    thin            keep every thin-th state after burn-in (default: at most 1,000 draws a chain)
+    batch_size      rows a chain sees a step (default: 128, or all when there are fewer)
+    init, spread    "fresh" | "module" | "prior" | "map" | tensor [D] or [C, D]; plus spread · N(0, 1)
+    monitor         {name: (x, y)} is scored, functions of a `Moment` are called, every monitor_every steps; a function
+                    that returns a string stops the run, and the run records why
+    keep            "auto" thins further so that the draws take at most 2 GiB; "all" keeps what was asked or refuses
+    memory          bytes the compositions of one step may take at once
+    """
+    steps, burn_in, thin = _lengths(steps, burn_in, thin)
+    if engine not in ("auto", "eager"):
+        raise ValueError(f"engine is {engine!r}, expected 'auto' or 'eager'")
+    if keep not in ("auto", "all"):
+        raise ValueError(f"keep is {keep!r}, expected 'auto' or 'all'")
+    if not hasattr(sampler, "step") or isinstance(sampler, type):
+        raise ValueError(f"sampler is {sampler!r}, expected for example pt.SGLD(step_size=1e-4)")
+    if not hasattr(target, "likelihood_energy"):
+        raise ValueError(f"the target is a {type(target).__name__}, expected pt.Posterior(...) or pt.Density(...)")
+    sampler.check(target.temperature, burn_in)
+    with seeded(seed, device, target) as dev:
+        whole: Structure = structure or Joint()
+        plan = prepare(
+            target,
+            data,
+            whole,
+            sampler,
+            chains=chains,
+            batch_size=batch_size,
+            init=init,
+            device=dev,
+            spread=spread,
+            memory=memory,
+        )
+        thin, notes = _fit_draws(plan, steps - burn_in, thin, keep)
+        settings = {
+            "target": repr(target),
+            "sampler": repr(sampler),
+            "structure": repr(whole),
+            "groups": plan.step.structure.groups.count,
+            "passes": plan.step.structure.passes,
+            "steps": steps,
+            "burn_in": burn_in,
+            "thin": thin,
+            "chains": chains,
+            "batch_size": plan.step.batches.B,
+            "N": plan.step.batches.N,
+            "init": init if isinstance(init, str) else "tensor",
+            "seed": seed,
+            "device": str(dev),
+            "engine": "eager",
+            "chains_run": plan.step.energies.how,
+            "notes": [*plan.notes, *notes],
+        }
+        loop = _Loop(plan, sampler, steps, burn_in, thin, settings, target)
+        with Progress(steps, settings, show=progress) as bar:
+            return loop.go(as_monitors(monitor, plan.step, dev), monitor_every or max(1, steps // 10), bar)
+
+
+class _Loop:
+    """The state of one run while it goes."""
+
+    def __init__(
+        self, plan: Plan, sampler: Sampler, steps: int, burn_in: int, thin: int, settings: dict, target: Target
+    ):
+        self.plan, self.sampler, self.target = plan, sampler, target
+        self.steps, self.burn_in, self.thin, self.settings = steps, burn_in, thin, settings
+        self.step: Step = plan.step
+        C, D = plan.theta.shape
+        self.draws = torch.empty(C, (steps - burn_in) // thin, D, dtype=plan.theta.dtype)
+        self.statistics: list[dict[str, Tensor]] = []
+        self.kept: list[int] = []
+        self.metrics: list[dict[str, Any]] = []
+        self.temperature = TemperatureCheck(plan.theta)
+        self.heat = torch.zeros(C, dtype=torch.float64, device=plan.device)
+        self.stopped: str | None = None
+
+    def go(self, monitors: list, monitor_every: int, bar: Progress) -> Run:
+        chains = self.step.init(self.plan.theta)
+        warm, history = self._warm_step()
+        good, good_at, t = chains.theta, 0, 0
+        began = time.perf_counter()
+        try:
+            for t in range(1, self.steps + 1):
+                rate = self.sampler.schedule(t - 1, self.steps)
+                step = warm if history is not None and t <= history.warm_up else self.step
+                before = chains.theta
+                chains, grad = step(chains, rate, 1.0 if t <= self.burn_in else 0.0)
+                if history is not None:
+                    if t == self.burn_in and history.drops_burn_in:
+                        self.step.forget(chains)
+                    elif t % history.every == 0:
+                        self.step.remember(chains)
+                if self._keeps(t - 1):
+                    self.temperature.see(before, grad.g)
+                    self.heat += self.sampler.heat(grad.g, chains.sampler, rate, self.step.temperature)
+                if t % CHECK_EVERY == 0 or self._keeps(t) or t == self.steps:
+                    self._check(chains, grad.composed + grad.prior, t, good, good_at)
+                    good, good_at = chains.theta, t
+                if self._keeps(t):
+                    self._keep(chains, t)
+                if t % monitor_every == 0 or t == self.steps:
+                    self._watch(chains, monitors, t, time.perf_counter() - began)
+                if bar.due(t):
+                    bar.update(t, float((grad.composed + grad.prior).mean()) / self.step.batches.N)
+                if self.stopped is not None:
+                    break
+        except KeyboardInterrupt:
+            self.stopped = f"interrupted at step {t:,} of {self.steps:,}"
+        self.settings["seconds"] = time.perf_counter() - began
+        return self._run()
+
+    def _warm_step(self) -> tuple[Step, Any]:
+        """The joint step that fills a history before anything is composed of it."""
+        joint = Joint().bind(self.step.energies.target.space, self.plan.device)
+        s = self.step
+        return Step(s.sampler, joint, s.batches, s.energies, s.temperature, s.chunk), s.structure.history
+
+    def _keeps(self, t: int) -> bool:
+        return t > self.burn_in and (t - self.burn_in) % self.thin == 0
+
+    def _keep(self, chains: Chains, t: int) -> None:
+        self.draws[:, len(self.kept)] = chains.theta.cpu()
+        target = self.step.energies.target
+        if isinstance(target, Posterior) and target.network.batchnorm == "recalibrate":
+            self.statistics.append(recalibrated(target, chains.theta, self.step.batches))
+        self.kept.append(t)
+
+    def _check(self, chains: Chains, energy: Tensor, t: int, good: Tensor, good_at: int) -> None:
+        fine = chains.theta.isfinite().all(1) & energy.isfinite()
+        if not bool(fine.all()):
+            self.stopped = f"diverged at step {t:,}"
+            bad = (~fine).nonzero().flatten().tolist()
+            raise DivergenceError(bad, t, str(self.sampler), good.cpu(), good_at, self._run())
+
+    def _watch(self, chains: Chains, monitors: list, t: int, seconds: float) -> None:
+        record: dict[str, Any] = {"step": t, "seconds": seconds}
+        with torch.random.fork_rng(devices=[self.plan.device] if self.plan.device.type == "cuda" else []):
+            if self.step.structure.history is not None:
+                record["composition_gap"] = float(composition_gap(self.step, chains).mean())
+            moment = Moment(t, self.steps, chains.theta, t <= self.burn_in, self.step.energies.target)
+            for monitor in monitors:
+                said = monitor(moment)
+                if isinstance(said, str):
+                    self.stopped = f"stopped at step {t:,} by a monitor: {said}"
+                elif isinstance(said, dict):
+                    record |= said
+        self.metrics.append(record)
+
+    def _run(self) -> Run:
+        groups = self.step.structure.groups
+        n = max(self.temperature.n, 1)
+        stats = self.statistics
+        return Run(
+            target=self.target,
+            samples=self.draws[:, : len(self.kept)],
+            steps=self.kept,
+            settings=self.settings,
+            metrics=self.metrics,
+            stopped=self.stopped,
+            statistics={k: torch.stack([s[k].cpu() for s in stats], 1) for k in stats[0]} if stats else {},
+            temperature=self.temperature.groups(groups.labels, groups.count),
+            heat=(self.heat / n).float().cpu(),
+            probe=self.plan.probe,
+            ensembles=self.plan.ensembles,
+            groups=groups,
+            history=self.step.structure.history,
+        )
+
+
+def _lengths(steps: int, burn_in: int | None, thin: int | None) -> tuple[int, int, int | None]:
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps is {steps!r}, expected a whole number of at least 1")
+    burn = steps // 4 if burn_in is None else burn_in
+    if not isinstance(burn, int) or not 0 <= burn < steps:
+        raise ValueError(f"burn_in is {burn_in!r}, expected a whole number from 0 to steps - 1 = {steps - 1:,}")
+    if thin is not None and (not isinstance(thin, int) or not 1 <= thin <= steps - burn):
+        raise ValueError(f"thin is {thin!r}, expected a whole number from 1 to steps - burn_in = {steps - burn:,}")
+    return steps, burn, thin
+
+
+def _fit_draws(plan: Plan, after: int, thin: int | None, keep: str) -> tuple[int, list[str]]:
+    """The thinning that keeps the draws within memory, and a line where it is more than was asked for."""
+    C, D = plan.theta.shape
+    row = C * D * plan.theta.element_size()
+    chosen = thin or max(1, math.ceil(after / 1000))
+    need = after // chosen * row
+    arithmetic = f"{C} chains x {after // chosen:,} draws x {D:,} parameters = {need / 2**30:.1f} GiB"
+    if keep == "auto" and need > KEEP:
+        chosen = math.ceil(after / (KEEP // row)) if row <= KEEP else after
+        return chosen, [f"thin raised to {chosen}: {arithmetic}, more than 2 (keep='all' keeps them)"]
+    free = available_memory(torch.device("cpu"))
+    if need > 0.9 * free:
+        raise ValueError(f"the draws would take {arithmetic}, expected at most 0.9 x {free / 2**30:.1f} GiB free")
+    return chosen, []

@@ -1,0 +1,154 @@
+"""Everything that happens before the first step: checks, starting points, the step itself, the memory it will take."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partita.engine.batches import HEAD, Batches, make_batches
+from partita.engine.chains import bytes_per_pass, choose
+from partita.engine.step import Step, chunk_size, device_of
+from partita.samplers import SGLD, Sampler
+from partita.structure import Structure
+from partita.target import Target
+from partita.target.trees import map_tree
+
+MAP_STEPS = 1_000
+STARTS = "'fresh', 'module', 'prior', 'map' or a tensor [D] or [C, D]"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step, the states it starts from, and what there is to say about them."""
+
+    step: Step
+    theta: Tensor
+    device: torch.device
+    probe: Any
+    ensembles: int
+    notes: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: str | torch.device, target: Target) -> Iterator[torch.device]:
+    """torch's random state seeded inside, and as it was outside."""
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+        raise ValueError(f"seed is {seed!r}, expected a whole number in [0, 2^32) (generators use 32 bits of it)")
+    dev = device_of(device, target.space.values.device)
+    cuda = list(range(torch.cuda.device_count())) if dev.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda):
+        torch.manual_seed(seed)
+        yield dev
+
+
+def prepare(
+    target: Target,
+    data: Any,
+    structure: Structure,
+    sampler: Sampler | None,
+    *,
+    chains: int,
+    batch_size: int | None,
+    init: Any,
+    device: torch.device,
+    spread: float | None = None,
+    memory: int = 2**30,
+    how: str = "auto",
+) -> Plan:
+    """Check everything, then build the step. Must run inside `seeded`."""
+    if not hasattr(target, "likelihood_energy"):
+        raise ValueError(f"the target is a {type(target).__name__}, expected pt.Posterior(...) or pt.Density(...)")
+    if not isinstance(chains, int) or chains < 1:
+        raise ValueError(f"chains is {chains!r}, expected a whole number of at least 1")
+    if not hasattr(structure, "bind"):
+        raise ValueError(f"structure is {structure!r}, expected pt.Joint() or pt.Structured(...)")
+    batches = make_batches(data, batch_size, device, target.needs_data)
+    target = target.to(device)
+    bound = structure.bind(target.space, device)
+    ensembles = bound.history.ensembles(chains) if bound.history is not None else chains
+    if batches.N > 1 or target.needs_data:
+        _check_fit(target, batches)
+    few = batches.head(min(batches.B, HEAD))
+    energies, reason = choose(target, batches.N, _two(few), how)
+    notes = [] if reason is None else [f"chains run one after another: vmap cannot follow this module ({reason})"]
+    rows = batches.B / max(1, min(batches.B, HEAD))
+    one = int(bytes_per_pass(target, batches.N, few) * rows)
+    chunk, width = chunk_size(bound.passes, chains, one, memory)
+    energies = type(energies)(energies.target, energies.n, energies.how, width)
+    if bound.history is not None:
+        notes += _check_memory("the history", bound.history.nbytes(chains, target.space.dim), device)
+    step = Step(sampler or SGLD(1.0), bound, batches, energies, target.temperature, chunk)
+    theta = starting_points(target, step, init, chains, spread, coupled=ensembles < chains)
+    return Plan(step, theta, device, batches.head(32), ensembles, tuple(notes))
+
+
+def starting_points(target: Target, step: Step, init: Any, chains: int, spread: float | None, coupled: bool) -> Tensor:
+    """[C, D] from `init`. The coupled chains of an Ensemble must start in one mode: from one point, a little spread."""
+    space, dev = target.space, target.space.values.device
+    if spread is not None and not spread >= 0:
+        raise ValueError(f"spread is {spread!r}, expected a number of at least 0")
+    given = torch.as_tensor(init) if not isinstance(init, str) else None
+    single = given is not None and given.dim() == 1
+    if coupled and not (single or init in ("module", "map")):
+        raise ValueError(
+            f"init is {init if isinstance(init, str) else list(given.shape) if given is not None else init!r} with an "
+            "Ensemble history, expected 'module', 'map' or one point [D]: chains of an ensemble exchange their groups, "
+            "and from spread starts they would mix differently permuted networks"
+        )
+    if given is not None:
+        if tuple(given.shape) not in ((space.dim,), (chains, space.dim)):
+            raise ValueError(f"init has shape {list(given.shape)}, expected [{space.dim}] or [{chains}, {space.dim}]")
+        if not bool(given.isfinite().all()):
+            raise ValueError("init holds NaN or inf, expected finite numbers")
+        theta = given.to(space.values).expand(chains, space.dim).clone()
+    elif init == "map":
+        from partita.runs.optimize import descend
+
+        n = 1 if coupled else chains
+        fresh = target.start("fresh", n).to(dev)
+        best, _ = descend(step.energies, step.batches, fresh, MAP_STEPS, 1e-2)
+        theta = best.expand(chains, -1).clone()
+    else:
+        theta = target.start(init, chains).to(dev)
+    amount = (1e-3 if coupled else 0.0) if spread is None else spread
+    return theta + amount * torch.randn_like(theta) if amount else theta
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes free on the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as f:
+            return next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _check_memory(what: str, need: int, device: torch.device) -> list[str]:
+    free = available_memory(device)
+    if need > 0.9 * free:
+        raise ValueError(
+            f"{what} would take {need / 2**30:.1f} GiB on {device}, expected at most 0.9 x {_gib(free)} free"
+        )
+    return [f"{what} takes {need / 2**20:,.0f} MiB"] if need > 2**20 else []
+
+
+def _gib(n: int) -> str:
+    return f"{n / 2**30:.1f} GiB"
+
+
+def _check_fit(target: Target, batches: Batches) -> None:
+    check = getattr(target, "check", None)
+    if check is not None:
+        check(batches.head(min(batches.N, HEAD)), batches.targets())
+
+
+def _two(batch: Any) -> Any:
+    return None if batch is None else map_tree(lambda t: t.expand(2, *t.shape), batch)

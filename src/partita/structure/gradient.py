@@ -1,0 +1,141 @@
+"""The gradient, in one formula. (Alexos, Boyd & Mandt, ICML 2022, with the prior kept whole.)
+
+    g(θ) = ∇U_prior(θ) + w Σ_k r_k ⊙ ∇U_lik(φ_k),      φ_k = r_k θ + (1 - r_k) θ̃_k,   θ̃_k a past draw, held fixed
+
+Joint: K = 1, r = 1, w = 1. Structured: masks r from a law, past draws θ̃ from a history; with `past` = J every mask is
+paired with J independent past draws and w becomes w/J.
+
+Shapes: C chains, K masks, J past draws, M groups, D coordinates; θ, g [C, D]; r [C, K, M]; φ [C, k, D] (k a chunk).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from partita.structure.history import History, Reservoir, State
+from partita.structure.masks import Mask, OneGroup
+from partita.structure.partitions import Groups, Partition
+from partita.target.space import ParameterSpace
+
+Likelihood = Callable[[Tensor], tuple[Tensor, Tensor]]  # φ [C, k, D] -> U_lik [C, k], ∇U_lik [C, k, D]
+Prior = Callable[[Tensor], tuple[Tensor, Tensor]]  # θ [C, D] -> U_prior [C], ∇U_prior [C, D]
+
+
+class Gradient(NamedTuple):
+    """g [C, D]; `prior` U_prior(θ) [C]; `composed` the mean over the compositions of U_lik(φ) [C]."""
+
+    g: Tensor
+    prior: Tensor
+    composed: Tensor
+
+
+class Bound(Protocol):
+    """A structure on one space. `passes`: compositions (forward and backward passes) a step."""
+
+    @property
+    def groups(self) -> Groups: ...
+
+    @property
+    def passes(self) -> int: ...
+
+    @property
+    def history(self) -> History | None: ...
+
+    def init(self, theta: Tensor) -> State:
+        """The history's state."""
+
+    def gradient(self, theta: Tensor, state: State, likelihood: Likelihood, prior: Prior, chunk: int) -> Gradient:
+        """g(θ), `chunk` compositions at a time."""
+
+
+class Structure(Protocol):
+    def bind(self, space: ParameterSpace, device: torch.device) -> Bound: ...
+
+
+@dataclass(frozen=True)
+class Joint:
+    """The whole θ at once: ordinary SG-MCMC."""
+
+    def bind(self, space: ParameterSpace, device: torch.device) -> BoundJoint:
+        labels = torch.zeros(space.dim, dtype=torch.long, device=device)
+        return BoundJoint(Groups(labels, 1, lambda i: "all"))
+
+
+@dataclass(frozen=True)
+class BoundJoint:
+    groups: Groups
+    passes: int = 1
+    history: History | None = None
+
+    def init(self, theta: Tensor) -> State:
+        return {}
+
+    def gradient(self, theta: Tensor, state: State, likelihood: Likelihood, prior: Prior, chunk: int) -> Gradient:
+        u, du = likelihood(theta.unsqueeze(1))
+        u0, g0 = prior(theta)
+        return Gradient(g0 + du.squeeze(1), u0, u.squeeze(1))
+
+
+@dataclass(frozen=True)
+class Structured:
+    """Groups of a partition, masks of a law, past draws of a history. With OneGroup this is S, with the others S_d."""
+
+    partition: Partition
+    mask: Mask = field(default_factory=OneGroup)
+    history: History = field(default_factory=lambda: Reservoir(256, every=10))
+    past: int = 1
+
+    def __post_init__(self) -> None:
+        for name, what, method in (
+            ("partition", "pt.partitions.by_layer()", "groups"),
+            ("mask", "pt.masks.Bernoulli(0.5)", "weight"),
+            ("history", "pt.Reservoir(256, every=10)", "read"),
+        ):
+            if not hasattr(getattr(self, name), method):
+                raise ValueError(f"Structured got {name}={getattr(self, name)!r}, expected for example {what}")
+        if not isinstance(self.past, int) or self.past < 1:
+            raise ValueError(f"Structured got past={self.past!r}, expected a whole number of at least 1")
+
+    def bind(self, space: ParameterSpace, device: torch.device) -> BoundStructured:
+        groups = self.partition.groups(space)
+        groups = Groups(groups.labels.to(device), groups.count, groups.name)
+        self.mask.weight(groups.count)  # refuses a law that does not fit M groups
+        K = self.mask.sample(1, groups.count, torch.device("meta")).shape[1]  # shapes only: no memory, no random number
+        return BoundStructured(self, groups, K * self.past)
+
+
+@dataclass(frozen=True)
+class BoundStructured:
+    structure: Structured
+    groups: Groups
+    passes: int
+
+    @property
+    def history(self) -> History:
+        return self.structure.history
+
+    def init(self, theta: Tensor) -> State:
+        return self.history.init(theta)
+
+    def gradient(self, theta: Tensor, state: State, likelihood: Likelihood, prior: Prior, chunk: int) -> Gradient:
+        labels, M, J = self.groups.labels, self.groups.count, self.structure.past
+        r = self.structure.mask.sample(theta.shape[0], M, theta.device)  # [C, K, M], jointly over k
+        w = self.structure.mask.weight(M) / J
+        present = theta.unsqueeze(1)
+        u0, g = prior(theta)
+        composed = torch.zeros_like(u0)
+        for a in range(0, self.passes, chunk):
+            b = min(a + chunk, self.passes)
+            r_k = r[:, a:b] if J == 1 else r[:, torch.arange(a, b, device=r.device) // J]
+            r_k = r_k[:, :, labels]  # [C, k, D]
+            past = self.history.read(state, theta, labels, M, b - a)
+            phi = torch.where(r_k, present, past) if r.dtype == torch.bool else past + r_k * (present - past)
+            u, du = likelihood(phi)
+            g = g + w * (r_k * du).sum(1)
+            composed = composed + u.sum(1) / self.passes
+        return Gradient(g, u0, composed)

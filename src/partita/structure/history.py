@@ -1,0 +1,163 @@
+"""Histories: where past draws θ̃ come from. A read gives every group its own independent row, so θ̃ ~ q̂ = Π_m q̂_m.
+
+    Window(R)     the last R kept states of the chain itself
+    Reservoir(R)  R states uniform over all those seen (algorithm R), rows aligned: row r is one state of every group
+    Ensemble()    the present states of a chain's ensemble, itself included: no memory, always stable
+
+Shapes: C chains, R rows, D coordinates, k compositions, M groups; θ [C, D], rows [C, R, D], θ̃ [C, k, D]. Histories keep
+their state in a dict of tensors, so that a store can save it and a graph can hold it. A history keeps every `every`-th
+state; the first row is θ⁰ (or the first state after burn-in with `burn_in="drop"`), `warm_up` joint steps fill it first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class History(Protocol):
+    """What structure/gradient.py and the engine ask of a history."""
+
+    @property
+    def every(self) -> int: ...
+
+    @property
+    def warm_up(self) -> int: ...
+
+    @property
+    def drops_burn_in(self) -> bool: ...
+
+    def ensembles(self, C: int) -> int:
+        """How many independent units C chains make."""
+
+    def nbytes(self, C: int, D: int) -> int:
+        """Memory its rows will take."""
+
+    def init(self, theta: Tensor) -> State:
+        """The state that holds θ⁰ [C, D] alone."""
+
+    def write(self, state: State, theta: Tensor) -> None:
+        """See the next kept state θ [C, D], in place."""
+
+    def read(self, state: State, theta: Tensor, labels: Tensor, M: int, k: int) -> Tensor:
+        """θ̃ [C, k, D]: an independent row for each chain, composition and group."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What Window and Reservoir share: a [C, R, D] tensor, filled from the front, read uniformly."""
+
+    R: int = 256
+    every: int = 1
+    burn_in: str = "keep"
+    warm_up: int = 0
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        who = type(self).__name__
+        for name in ("R", "every"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"{who} got {name}={getattr(self, name)!r}, expected a whole number of at least 1")
+        if not isinstance(self.warm_up, int) or self.warm_up < 0:
+            raise ValueError(f"{who} got warm_up={self.warm_up!r}, expected a whole number of steps, 0 or more")
+        if self.burn_in not in ("keep", "drop"):
+            raise ValueError(f"{who} got burn_in={self.burn_in!r}, expected 'keep' or 'drop'")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"{who} got dtype={self.dtype!r}, expected one of {sorted(DTYPES)}")
+
+    @property
+    def drops_burn_in(self) -> bool:
+        return self.burn_in == "drop"
+
+    def ensembles(self, C: int) -> int:
+        return C
+
+    def nbytes(self, C: int, D: int) -> int:
+        return C * self.R * D * DTYPES[self.dtype].itemsize
+
+    def init(self, theta: Tensor) -> State:
+        rows = torch.zeros(theta.shape[0], self.R, theta.shape[1], dtype=DTYPES[self.dtype], device=theta.device)
+        rows[:, 0] = theta.to(rows.dtype)
+        return {"rows": rows, "seen": torch.ones((), dtype=torch.long, device=theta.device)}
+
+    def read(self, state: State, theta: Tensor, labels: Tensor, M: int, k: int) -> Tensor:
+        rows = state["rows"]
+        n = state["seen"].clamp(max=self.R)  # while filling: only rows that hold a state, each equally likely
+        u = torch.rand(theta.shape[0], k, M, device=theta.device)
+        row = torch.minimum((u * n).long(), n - 1)  # [C, k, M]; rounding must not reach n
+        return rows.gather(1, row[:, :, labels]).to(theta.dtype)
+
+
+@dataclass(frozen=True)
+class Window(_Rows):
+    """The last R kept states: state s (from 0) goes to row s mod R."""
+
+    def write(self, state: State, theta: Tensor) -> None:
+        slot = state["seen"] % self.R
+        state["rows"].index_copy_(1, slot.view(1), theta.to(state["rows"].dtype).unsqueeze(1))
+        state["seen"] += 1
+
+
+@dataclass(frozen=True)
+class Reservoir(_Rows):
+    """R states uniform over all seen. Algorithm R (Vitter 1985): state s (from 1) goes to row s - 1 while s <= R, then
+    with probability R/s to a uniform row; each chain decides for itself, for all its groups at once."""
+
+    def write(self, state: State, theta: Tensor) -> None:
+        rows = state["rows"]
+        state["seen"] += 1
+        s = state["seen"]
+        u = torch.rand(rows.shape[0], device=rows.device, dtype=torch.float64)  # float32 is too coarse for large s
+        slot = torch.where(s <= self.R, s - 1, (u * s).long())  # [C]
+        chain = torch.arange(rows.shape[0], device=rows.device)
+        held = slot.clamp(max=self.R - 1)
+        new = torch.where((slot < self.R)[:, None], theta.to(rows.dtype), rows[chain, held])
+        rows[chain, held] = new
+
+
+@dataclass(frozen=True)
+class Ensemble:
+    """Past draws from the PRESENT states of the chain's ensemble, itself included.
+
+    The C chains form C/size ensembles (size None: one of all). Chains of one ensemble are coupled, so an ensemble counts
+    as ONE chain for R-hat: run several. Exact law on a Gaussian: L⁻¹/size + (1 - 1/size) P⁻¹.
+    """
+
+    size: int | None = None
+    warm_up: int = 0
+    every: int = 1
+    drops_burn_in: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size is not None and (not isinstance(self.size, int) or self.size < 2):
+            raise ValueError(f"Ensemble got size={self.size!r}, expected at least 2 chains")
+
+    def ensembles(self, C: int) -> int:
+        size = C if self.size is None else self.size
+        if C < 2:
+            raise ValueError(f"Ensemble got chains={C}, expected at least 2: its past draws are the other chains")
+        if C % size:
+            raise ValueError(f"Ensemble got chains={C}, expected a multiple of its size, {size}")
+        return C // size
+
+    def nbytes(self, C: int, D: int) -> int:
+        return 0
+
+    def init(self, theta: Tensor) -> State:
+        return {}
+
+    def write(self, state: State, theta: Tensor) -> None:
+        return None
+
+    def read(self, state: State, theta: Tensor, labels: Tensor, M: int, k: int) -> Tensor:
+        C, D = theta.shape
+        E = self.ensembles(C)
+        size = C // E
+        row = (torch.rand(E, size * k, M, device=theta.device) * size).long().clamp(max=size - 1)
+        return theta.view(E, size, D).gather(1, row[:, :, labels]).view(C, k, D)

@@ -1,0 +1,196 @@
+"""Partitions: which coordinates of θ stay together. A partition is a function space -> one label per coordinate.
+
+    joint()                    one group                       by_layer()     one a layer
+    by_neuron(side="out")      one an output neuron (a conv's neuron is its channel), or an input one with side="in"
+    random(M, seed)            M groups of equal size at random             cyclic(M)   coordinate i in group i mod M
+    each()                     every coordinate alone
+    by_name({pattern: label})  labels by name pattern          from_labels(labels)      your own, [D]
+
+The groups of `space` cut by a partition p: `p.groups(space)`. A likelihood's own parameters (a learned scale) always
+get a group of their own, except under joint, by_name and from_labels, which say it all.
+"""
+
+from __future__ import annotations
+
+import bisect
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Space(Protocol):
+    """What a partition reads of a parameter space: its blocks (name, shape, start, stop, size, layer, out_axis)."""
+
+    @property
+    def dim(self) -> int: ...
+
+    @property
+    def blocks(self) -> Sequence[Any]: ...
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A partition of one space: labels [D] in 0..M-1, M = `count`, and the name of group i."""
+
+    labels: Tensor
+    count: int
+    name: Callable[[int], str]
+
+    @property
+    def sizes(self) -> list[int]:
+        return torch.bincount(self.labels, minlength=self.count).tolist()
+
+    def describe(self, most: int = 12) -> str:
+        """A line per group with its size; the middle of a long list is left out."""
+        sizes, m = self.sizes, self.count
+        total = int(self.labels.numel())
+        head = f"{m:,} group{'s' * (m != 1)} over {total:,} parameters (sizes {min(sizes):,} to {max(sizes):,})"
+        shown = list(range(m)) if m <= most else [*range(most - 2), m - 1]
+        width = max(len(self.name(i)) for i in shown)
+        lines = [f"  {i:>{len(str(m - 1))}}  {self.name(i):<{width}}  {sizes[i]:>9,}" for i in shown]
+        if m > most:
+            lines.insert(-1, f"  … {m - most + 1:,} more")
+        return "\n".join([head, *lines])
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A named rule that cuts any space into groups."""
+
+    name: str
+    rule: Callable[[Space], Groups]
+
+    def groups(self, space: Space) -> Groups:
+        groups = self.rule(space)
+        assert groups.labels.shape == (space.dim,)
+        assert min(groups.sizes) > 0
+        return groups
+
+    def describe(self, space: Space) -> str:
+        return f"{self.name}: {self.groups(space).describe()}"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def joint() -> Partition:
+    return Partition("joint()", lambda s: Groups(torch.zeros(s.dim, dtype=torch.long), 1, lambda i: "all"))
+
+
+def by_layer() -> Partition:
+    return Partition("by_layer()", lambda s: _by_key(s, lambda b: _whole(b, b.layer or "model")))
+
+
+def by_neuron(side: str = "out") -> Partition:
+    if side not in ("out", "in"):
+        raise ValueError(f"by_neuron got side={side!r}, expected 'out' or 'in'")
+
+    def keys(b: Any) -> Keys:
+        if len(b.shape) == 0:
+            return _whole(b, b.name)
+        if len(b.shape) == 1 and side == "in":  # no input neuron owns a bias
+            return _whole(b, f"{b.layer}.bias")
+        axis = (b.out_axis if side == "out" else 1 - b.out_axis) if len(b.shape) > 1 else 0
+        index = torch.arange(b.shape[axis]).reshape([-1 if a == axis else 1 for a in range(len(b.shape))])
+        return [f"{b.layer}[{i}]" for i in range(b.shape[axis])], index.expand(b.shape).reshape(-1)
+
+    return Partition(f"by_neuron(side={side!r})", lambda s: _by_key(s, keys))
+
+
+def random(M: int, seed: int = 0) -> Partition:
+    """M groups whose sizes differ by at most one, dealt at random."""
+
+    def deal(n: int) -> Tensor:
+        order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+        labels = torch.empty(n, dtype=torch.long)
+        labels[order] = torch.arange(n) % M
+        return labels
+
+    return Partition(f"random(M={M}, seed={seed})", lambda s: _dealt(s, M, deal))
+
+
+def cyclic(M: int) -> Partition:
+    return Partition(f"cyclic(M={M})", lambda s: _dealt(s, M, lambda n: torch.arange(n) % M))
+
+
+def each() -> Partition:
+    def rule(s: Space) -> Groups:
+        starts = [b.start for b in s.blocks]
+
+        def name(i: int) -> str:
+            block = s.blocks[bisect.bisect_right(starts, i) - 1]
+            return f"{block.name}[{i - block.start}]"
+
+        return Groups(torch.arange(s.dim), s.dim, name)
+
+    return Partition("each()", rule)
+
+
+def by_name(labels: Mapping[str, Any]) -> Partition:
+    """Groups by shell-style name pattern; the first pattern that matches a parameter decides."""
+
+    def rule(s: Space) -> Groups:
+        names = [b.name for b in s.blocks]
+        found = {n: next((p for p in labels if fnmatch.fnmatchcase(n, p)), None) for n in names}
+        unmatched = [n for n, p in found.items() if p is None]
+        unused = [p for p in labels if p not in found.values()]
+        if unmatched or unused:
+            raise ValueError(
+                f"by_name: patterns that decide nothing {unused}, parameters without a group {unmatched[:8]}; "
+                f"got patterns {list(labels)}, expected every parameter of {names[:8]} to match one"
+            )
+        return _by_key(s, lambda b: _whole(b, str(labels[found[b.name] or ""])), own_group=False)
+
+    return Partition(f"by_name({dict(labels)!r})", rule)
+
+
+def from_labels(labels: Tensor | Sequence[int]) -> Partition:
+    """Your own labels, [D], which must use every number from 0 to M - 1."""
+    given = torch.as_tensor(labels)
+
+    def rule(s: Space) -> Groups:
+        if given.dtype.is_floating_point or given.dtype == torch.bool or given.shape != (s.dim,):
+            raise ValueError(
+                f"from_labels got {given.dtype} of shape {tuple(given.shape)}, expected integers [D] = [{s.dim}]"
+            )
+        used = given.unique().tolist()
+        wanted = list(range(len(used)))
+        if used != wanted:
+            raise ValueError(f"from_labels got labels with gaps: {_short(used)}, expected {_short(wanted)}")
+        return Groups(given.long().clone(), len(used), str)
+
+    return Partition(f"from_labels([{given.numel()}])", rule)
+
+
+Keys = tuple[list[str], Tensor]  # the names of a block's groups, and for each of its coordinates the place in that list
+
+
+def _whole(b: Any, key: str) -> Keys:
+    return [key], torch.zeros(b.size, dtype=torch.long)
+
+
+def _by_key(s: Space, keys: Callable[[Any], Keys], own_group: bool = True) -> Groups:
+    """Groups of equal keys, numbered in order of first appearance."""
+    number: dict[str, int] = {}
+    labels = []
+    for b in s.blocks:
+        names, local = _whole(b, b.name) if own_group and b.name.startswith("likelihood.") else keys(b)
+        labels.append(torch.tensor([number.setdefault(k, len(number)) for k in names])[local])
+    return Groups(torch.cat(labels), len(number), list(number).__getitem__)
+
+
+def _dealt(s: Space, M: int, deal: Callable[[int], Tensor]) -> Groups:
+    own = [b for b in s.blocks if b.name.startswith("likelihood.")]
+    n = s.dim - sum(b.size for b in own)  # they stand at the end of θ
+    if not isinstance(M, int) or not 1 <= M <= n:
+        raise ValueError(f"a partition into M={M!r} groups does not fit: expected a whole number from 1 to {n}")
+    parts = [deal(n), *[torch.full((b.size,), M + i) for i, b in enumerate(own)]]
+    return Groups(torch.cat(parts), M + len(own), lambda i: str(i) if i < M else own[i - M].name)
+
+
+def _short(numbers: list[int]) -> str:
+    return "{" + ", ".join(map(str, numbers if len(numbers) <= 12 else [*numbers[:11], "…"])) + "}"

@@ -1,0 +1,59 @@
+"""Inputs may be a tensor or tuples, lists and dicts of tensors: the few functions that walk them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def map_tree(f: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """f applied to every tensor, the nesting kept."""
+    if isinstance(tree, Mapping):
+        return {k: map_tree(f, v) for k, v in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return tuple(map_tree(f, v) for v in tree)
+    return f(tree)
+
+
+def leaves(tree: Any, path: str = "x") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor with its path, for messages."""
+    if isinstance(tree, Mapping):
+        for k, v in tree.items():
+            yield from leaves(v, f"{path}[{k!r}]")
+    elif isinstance(tree, (tuple, list)):
+        for i, v in enumerate(tree):
+            yield from leaves(v, f"{path}[{i}]")
+    else:
+        yield path, tree
+
+
+def zip_trees(f: Callable[[list[Tensor]], Tensor], trees: list[Any]) -> Any:
+    """f applied to the list of corresponding tensors of trees of one shape."""
+    first = trees[0]
+    if isinstance(first, Mapping):
+        return {k: zip_trees(f, [t[k] for t in trees]) for k in first}
+    if isinstance(first, (tuple, list)):
+        return tuple(zip_trees(f, [t[i] for t in trees]) for i in range(len(first)))
+    return f(trees)
+
+
+def as_tensors(tree: Any, path: str = "x") -> Any:
+    """NumPy arrays become tensors; anything else than tensors, arrays and their nestings is refused."""
+    if isinstance(tree, Mapping):
+        return {k: as_tensors(v, f"{path}[{k!r}]") for k, v in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return tuple(as_tensors(v, f"{path}[{i}]") for i, v in enumerate(tree))
+    if isinstance(tree, np.ndarray):
+        return torch.from_numpy(tree)
+    if not isinstance(tree, Tensor):
+        raise ValueError(f"{path} is a {type(tree).__name__}, expected a tensor, an array, or tuples or dicts of them")
+    return tree
+
+
+def rows(tree: Any) -> int:
+    """The length of the first axis."""
+    return int(next(leaves(tree))[1].shape[0])
