@@ -299,7 +299,7 @@ def test_particles_have_the_finite_step_law(name: str) -> None:
         force=L @ (mean - centre_lik),
     )
     rng = np.random.default_rng(0)
-    units, burn, keep = 18_000 // E, 50, 60
+    units, burn, keep = 15_000 // E, 55, 40
     n, θ = units * E, np.zeros((units * E, 4)) + mean
     v, first = np.zeros_like(θ), np.arange(n) // E * E
     sums = np.zeros((units, 4, 4)), np.zeros((units, 4, 4)), np.zeros(units), np.zeros((units, 4))

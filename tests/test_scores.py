@@ -71,6 +71,15 @@ def test_ece_by_hand() -> None:
     assert ece(p, y, bins=4) == pytest.approx((abs(1 - 1.3) + abs(2 - 1.7)) / 4, abs=1e-6)
 
 
+def test_ece_at_the_edges_of_bins_agrees_with_torchmetrics() -> None:
+    p, y = predictions(300, 3)
+    p = (16 * p).round() / 16  # confidences on the edges of 8 bins, exactly, and between them
+    p[:, 0] = 1 - p[:, 1:].sum(-1)
+    p, y = p[p[:, 0] >= 0], y[p[:, 0] >= 0]
+    expected = multiclass_calibration_error(p, y, num_classes=3, n_bins=8, norm="l1").item()
+    assert ece(p, y, 8) == pytest.approx(expected, abs=2e-6)
+
+
 def test_ece_tells_calibrated_from_sharp() -> None:
     """Calibrated, each of 15 bins misses by some sqrt(0.25/(n/15)), so ECE is near 0.005 at n = 20000."""
     for mass in ("width", "equal"):
@@ -126,6 +135,7 @@ def test_rmse_and_coverage() -> None:
     assert rmse(mean, y) == pytest.approx(root_mean_squared_error(y.double(), mean.double()), rel=1e-12)
     y = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0])
     assert coverage(torch.ones(5), torch.full((5,), 3.0), y) == 0.6  # both ends count
+    assert coverage(torch.full((5,), -math.inf), torch.full((5,), math.inf), y) == 1
 
 
 def test_answers_are_plain_floats() -> None:
@@ -140,9 +150,7 @@ def test_nan_predictions_give_nan() -> None:
     p, y = predictions(20, 3)
     p[4, 1] = math.nan
     for score in (accuracy, nll, brier, ece, lambda p, y: ece(p, y, mass="equal")):
-        hurt = y.clone()
-        hurt[4] = 1
-        assert math.isnan(score(p, hurt))
+        assert all(math.isnan(score(p, y.where(torch.arange(20) != 4, label))) for label in range(3))
     assert math.isnan(individual_accuracy(p[None], y))
     x = p[:, 1]
     assert math.isnan(rmse(x, torch.zeros(20)))

@@ -72,13 +72,12 @@ def iac(x: Tensor) -> Tensor:
 
     summed by `_geyer_sum` and kept above 1/log10 N. So it says how fast chains forget, N/iac is the ESS of chains that
     agree, and chains that disagree do not lengthen it: that is R-hat's to see (and `ess` counts it). AR(1) with
-    coefficient a has (1+a)/(1-a). NaN where no chain moves. x: [C, S, ...] -> [...].
+    coefficient a has (1+a)/(1-a). NaN (0/0) where no chain moves. x: [C, S, ...] -> [...].
     """
 
     def of(block: Tensor) -> Tensor:
         gamma = _autocovariance(block)
-        tau = _geyer_sum(gamma / gamma[:, :1]).clamp(min=_least_tau(block))
-        return tau.where(gamma[:, 0] > 0, math.nan)
+        return _geyer_sum(gamma / gamma[:, :1]).clamp(min=_least_tau(block))
 
     return _per_variable("iac", x, of)
 
@@ -171,12 +170,12 @@ def _geyer_sum(rho: Tensor) -> Tensor:
     """1 + 2 sum_t rho_t, truncated by Geyer's initial monotone positive sequence: [V, n], rho_0 = 1 -> [V].
 
     The pairs P_k = rho_2k + rho_2k+1 of a reversible chain are positive and decrease. With K the first pair that is
-    not positive (or the last but one or two that the length allows) the sum is
+    not positive, or (n-3)//2 if that comes first, the sum is
 
         -1 + 2 sum_{k<K} min(P_0 ... P_k) + rho_2K,
 
-    where rho_2K, half of a pair that is cut off, counts only if it is positive or its pair is not negative (Stan's
-    correction, without which antithetic chains come out too good).
+    where rho_2K, half of the pair cut off, counts only if it is positive or its pair is not negative (as in Stan, for a
+    less noisy sum in antithetic chains).
     """
     last = max(0, (rho.shape[-1] - 3) // 2)
     pairs = rho[:, : 2 * last + 2].unflatten(-1, (last + 1, 2))

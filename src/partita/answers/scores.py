@@ -87,7 +87,7 @@ def coverage(lower: Tensor, upper: Tensor, y: Tensor) -> float:
     _same("coverage", "lower", lower.shape, "y", y.shape)
     _same("coverage", "upper", upper.shape, "y", y.shape)
     inside = ((lower <= y) & (y <= upper)).double()
-    return inside.masked_fill((lower + upper + y).isnan(), math.nan).mean().item()
+    return inside.masked_fill(lower.isnan() | upper.isnan() | y.isnan(), math.nan).mean().item()
 
 
 def _classes(name: str, probs: Tensor, y: Tensor, lead: str = "") -> tuple[Tensor, Tensor]:
@@ -106,12 +106,12 @@ def _classes(name: str, probs: Tensor, y: Tensor, lead: str = "") -> tuple[Tenso
     if (labels != y).any() or labels.min() < 0 or labels.max() >= p.shape[-1]:
         got = f"{y.min().item():g} ... {y.max().item():g}"
         raise ValueError(f"{name}: y holds {got}; expected whole labels in 0 ... {p.shape[-1] - 1}")
-    return p, labels
+    return p.masked_fill(p.isnan().any(-1, keepdim=True), math.nan), labels  # one NaN spoils its datum in every score
 
 
 def _hits(p: Tensor, y: Tensor) -> Tensor:
-    """1[argmax_j p_ij = y_i]: [..., n, k], [n] -> [..., n]; NaN where p has a NaN, whose argmax would look like one."""
-    return (p.argmax(-1) == y).double().masked_fill(p.isnan().any(-1), math.nan)
+    """1[argmax_j p_ij = y_i]: [..., n, k], [n] -> [..., n]; NaN where p is NaN, which has an argmax too."""
+    return (p.argmax(-1) == y).double().masked_fill(p[..., 0].isnan(), math.nan)
 
 
 def _same(name: str, a_name: str, a: torch.Size, b_name: str, b: torch.Size) -> None:

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, cycle, islice
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset, default_collate
 
 from partita.target import Batch
 from partita.target.trees import as_tensors, leaves, map_tree, zip_trees
 
 HEAD = 64  # rows looked at before a run
+RECALIBRATE = 2048  # rows BatchNorm statistics are recomputed from
 DATASET_LIMIT = 4 * 2**30  # bytes: a larger Dataset belongs in a DataLoader
 
 
@@ -29,6 +30,9 @@ class Batches(Protocol):
 
     def draw(self, C: int) -> Batch:
         """(x, y), leaves [C, B, ...]; None without data."""
+
+    def look(self, C: int) -> Batch:
+        """The same to look at: data that later draws give do not depend on it."""
 
     def head(self, rows: int) -> Batch:
         """The first rows, without a chain axis."""
@@ -47,6 +51,8 @@ class NoData:
 
     def draw(self, C: int) -> Batch:
         return None
+
+    look = draw
 
     def head(self, rows: int) -> Batch:
         return None
@@ -70,6 +76,8 @@ class Resident:
         index = torch.randint(self.N, (C, self.B), device=self.y.device)
         return map_tree(lambda t: t[index], (self.x, self.y))
 
+    look = draw  # the caller keeps the random state
+
     def head(self, rows: int) -> Batch:
         return map_tree(lambda t: t[:rows], (self.x, self.y))
 
@@ -91,15 +99,24 @@ class Loader:
             self.N = len(loader.dataset)  # type: ignore[arg-type]
         except TypeError:
             raise ValueError("the DataLoader's dataset has no length, expected one: N scales the likelihood") from None
-        if isinstance(loader.sampler, SequentialSampler) and loader.batch_sampler is not None:
+        if loader.batch_sampler is None and not isinstance(loader.sampler, BatchSampler):
+            raise ValueError("the DataLoader has batch_size=None, expected one that makes batches of single rows")
+        if isinstance(getattr(loader.batch_sampler, "sampler", None), SequentialSampler):
             warnings.warn("the DataLoader does not shuffle: batches come in the data's own order", stacklevel=4)
-        self.loader, self.device = loader, device
-        self._first = self._pair(next(iter(loader)))
-        self.B = int(self._first[1].shape[0])
+        self.loader, self.device, self.B = loader, device, 0
         self._stream = self._forever()
+        self._first = next(self._stream)
+        self._stream = chain([self._first], self._stream)
+        self._last = [self._first]
+        self._inputs: list[Any] = []
 
     def draw(self, C: int) -> Batch:
-        return zip_trees(torch.stack, list(islice(self._stream, C)))
+        self._last = list(islice(self._stream, C))
+        return zip_trees(torch.stack, self._last)
+
+    def look(self, C: int) -> Batch:
+        """The last batches drawn, once more."""
+        return zip_trees(torch.stack, list(islice(cycle(self._last), C)))
 
     def head(self, rows: int) -> Batch:
         return map_tree(lambda t: t[:rows], self._first)
@@ -108,23 +125,33 @@ class Loader:
         return self._first[1]
 
     def inputs(self, rows: int) -> Iterator[Any]:
-        for x, _ in islice(self._full(), max(rows // self.B, 1)):
-            yield x
+        """Looked up once and put back: a second pass beside the first would move the loader's random state."""
+        if not self._inputs:
+            ahead = list(islice(self._stream, max(rows // self.B, 1)))
+            self._stream = chain(ahead, self._stream)
+            self._inputs = [x for x, _ in ahead]
+        return iter(self._inputs)
 
     def _pair(self, batch: Any) -> tuple[Any, Tensor]:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise ValueError(f"the DataLoader gives a {type(batch).__name__}, expected pairs (x, y)")
-        return map_tree(lambda t: t.to(self.device, non_blocking=True), as_tensors(tuple(batch), "batch"))
-
-    def _full(self) -> Iterator[tuple[Any, Tensor]]:
-        for batch in self.loader:
-            x, y = self._pair(batch)
-            if y.shape[0] == self.B:
-                yield x, y
+            raise ValueError(f"the DataLoader gives {_what(batch)}, expected pairs (x, y)")
+        x, y = _as_pair(batch)
+        _check_lengths(x, y)
+        return map_tree(lambda t: t.to(self.device, non_blocking=True), (x, y))
 
     def _forever(self) -> Iterator[tuple[Any, Tensor]]:
         while True:
-            yield from self._full()
+            full = 0
+            for batch in self.loader:
+                x, y = self._pair(batch)
+                self.B = self.B or int(y.shape[0])
+                if y.shape[0] == self.B:
+                    full += 1
+                    yield x, y
+            if not full:
+                raise ValueError(
+                    f"the DataLoader gives no full batch in a pass over its N = {self.N:,} data, expected at least one"
+                )
 
 
 def make_batches(data: Any, batch_size: int | None, device: torch.device, needs_data: bool = True) -> Batches:
@@ -144,7 +171,7 @@ def make_batches(data: Any, batch_size: int | None, device: torch.device, needs_
     x, y = _pair(data)
     n = _check_lengths(x, y)
     size = min(n, 128) if batch_size is None else batch_size
-    if not isinstance(size, int) or size < 1:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ValueError(f"batch_size is {batch_size!r}, expected a whole number of at least 1")
     if size > n:
         raise ValueError(f"batch_size is {size:,} with N = {n:,} data, expected at most N")
@@ -159,11 +186,14 @@ def _pair(data: Any) -> tuple[Any, Tensor]:
     elif isinstance(data, Dataset):
         data = _load(data)
     if not isinstance(data, (tuple, list)) or len(data) != 2:
-        what = f"{type(data).__name__} of {len(data)}" if isinstance(data, (tuple, list)) else type(data).__name__
-        raise ValueError(f"data is a {what}, expected a pair (x, y), a Dataset of pairs or a DataLoader")
-    x, y = as_tensors(data[0], "x"), as_tensors(data[1], "y")
+        raise ValueError(f"data is {_what(data)}, expected a pair (x, y), a Dataset of pairs or a DataLoader")
+    return _as_pair(data)
+
+
+def _as_pair(pair: Any) -> tuple[Any, Tensor]:
+    x, y = as_tensors(pair[0], "x"), as_tensors(pair[1], "y")
     if not isinstance(y, Tensor):
-        raise ValueError(f"y is a {type(y).__name__}, expected one tensor")
+        raise ValueError(f"y is {_what(y)}, expected one tensor")
     return x, y
 
 
@@ -172,9 +202,16 @@ def _load(dataset: Dataset) -> tuple[Any, Any]:
     if not hasattr(dataset, "__len__"):
         raise ValueError("the Dataset has no length, expected a map-style one (or a DataLoader of one)")
     n = len(dataset)
-    pair = default_collate([dataset[0]])
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise ValueError(f"the Dataset gives a {type(pair).__name__}, expected pairs (x, y)")
+    if n < 1:
+        raise ValueError(f"the Dataset has {n} rows, expected at least 1")
+    row = dataset[0]
+    if not isinstance(row, (tuple, list)) or len(row) != 2:
+        raise ValueError(f"the Dataset gives {_what(row)}, expected pairs (x, y)")
+    try:
+        pair = default_collate([row])
+    except TypeError:
+        kinds = ", ".join(type(v).__name__ for v in row)
+        raise ValueError(f"the Dataset gives pairs of ({kinds}), expected tensors, arrays or numbers") from None
     size = n * sum(t.numel() * t.element_size() for _, t in leaves(tuple(pair)))
     if size > DATASET_LIMIT:
         raise ValueError(
@@ -183,6 +220,10 @@ def _load(dataset: Dataset) -> tuple[Any, Any]:
         )
     x, y = default_collate([dataset[i] for i in range(n)])
     return x, y
+
+
+def _what(data: Any) -> str:
+    return f"a {type(data).__name__}{f' of {len(data)}' if isinstance(data, (tuple, list)) else ''}"
 
 
 def _check_lengths(x: Any, y: Tensor) -> int:

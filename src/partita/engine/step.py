@@ -80,6 +80,8 @@ def device_of(device: str | torch.device, preferred: torch.device) -> torch.devi
             chosen = torch.device(device)
         except (RuntimeError, TypeError):
             raise ValueError(f"device is {device!r}, expected 'auto', 'cpu' or 'cuda'") from None
+        if chosen.type not in ("cpu", "cuda"):
+            raise ValueError(f"device is {device!r}, expected 'auto', 'cpu' or 'cuda'")
         if chosen.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device is {device!r} and this machine has no CUDA device, expected 'auto' or 'cpu'")
         return chosen

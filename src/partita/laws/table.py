@@ -28,7 +28,7 @@ from partita.structure import Ensemble, Joint, Reservoir, Structured, Window, ma
 from partita.target import Density
 
 Z = 5.0  # tolerance in standard errors; about 4,600 comparisons a table, so 0.3 % of tables would alarm by chance
-CHAINS, STEPS, SETTLE, ADAPT = 1024, 500, 100, 150
+CHAINS, STEPS, SETTLE, ADAPT = 1024, 350, 80, 120
 SHAPES = {"first.weight": (2, 2), "first.bias": (2,), "second.weight": (1, 2)}
 D = 8
 
@@ -107,9 +107,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Result:
-    """Largest deviation of a cell in standard errors, how many it was taken over, and the relative size of the error."""
+    """Largest deviation of a row in standard errors, how many it was taken over, and the relative size of the error."""
 
-    cell: Cell
+    name: str
     z: float
     where: str
     comparisons: int
@@ -178,8 +178,8 @@ def run_cell(cell: Cell, seed: int = 0, chains: int = CHAINS, steps: int = STEPS
         ).cov
         if "rows" in state.history:
             _fill(state, start, cov)
-        first, second = _moments(plan.step, state, start, steps, structure)
-    return _compare(cell, first, second, cov, ensemble or 1)
+        first, second = moments(plan.step, state, start, steps)
+    return compare(str(cell), first, second, cov, ensemble or 1)
 
 
 def _adapted(step: Step, state: Chains) -> tuple[Chains, np.ndarray]:
@@ -199,34 +199,35 @@ def _fill(state: Chains, mean: Tensor, cov: np.ndarray) -> None:
     state.history["seen"].fill_(rows.shape[1])
 
 
-def _moments(step: Step, state: Chains, mean: Tensor, steps: int, structure: Any) -> tuple[Tensor, Tensor]:
+def moments(step: Step, state: Chains, mean: Tensor, steps: int, settle: int = SETTLE) -> tuple[Tensor, Tensor]:
     """Time averages of θ - m [C, D] and its outer product [C, D, D], after the chains have settled."""
-    C = state.theta.shape[0]
+    C, D = state.theta.shape
     first, second = torch.zeros(C, D, dtype=torch.float64), torch.zeros(C, D, D, dtype=torch.float64)
     rate = step.sampler.schedule(0, 1)
-    for t in range(1, SETTLE + steps + 1):
+    for t in range(1, settle + steps + 1):
         state, _ = step(state, rate, 0.0)
         if step.structure.history is not None and t % step.structure.history.every == 0:
             step.remember(state)
-        if t > SETTLE:
+        if t > settle:
             x = (state.theta - mean).double()
             first += x / steps
             second += x[:, :, None] * x[:, None, :] / steps
     return first, second
 
 
-def _compare(cell: Cell, first: Tensor, second: Tensor, cov: np.ndarray, size: int) -> Result:
+def compare(name: str, first: Tensor, second: Tensor, cov: np.ndarray, size: int) -> Result:
     """z of the mean (exactly 0) and of every entry of the covariance, over chains, or over ensembles of coupled chains."""
-    upper = np.triu_indices(D)
+    dim = len(cov)
+    upper = np.triu_indices(dim)
     units = np.concatenate([first.numpy(), second.numpy()[:, upper[0], upper[1]] - cov[upper]], axis=1)
     units = units.reshape(-1, size, units.shape[1]).mean(1)
     error = units.mean(0)
     z = np.abs(error) / (units.std(0, ddof=1) / math.sqrt(len(units)))
     worst = int(np.argmax(np.where(np.isfinite(z), z, np.inf)))
-    names = [f"mean[{i}]" for i in range(D)] + [f"cov[{i},{j}]" for i, j in zip(*upper)]
+    names = [f"mean[{i}]" for i in range(dim)] + [f"cov[{i},{j}]" for i, j in zip(*upper)]
     sizes = np.sqrt(np.concatenate([np.diag(cov), np.outer(np.diag(cov), np.diag(cov))[upper]]))
     at = float(z[worst]) if np.isfinite(z[worst]) else math.inf
-    return Result(cell, at, names[worst], len(z), float(np.abs(error / sizes).max()))
+    return Result(name, at, names[worst], len(z), float(np.abs(error / sizes).max()))
 
 
 def all_cells() -> list[Cell]:
@@ -243,7 +244,7 @@ def all_cells() -> list[Cell]:
 def pairwise_cells(seed: int = 0) -> list[Cell]:
     """A cover: every pair of entries of two columns (temperatures included) stands together in some cell. Greedy."""
     rng = np.random.default_rng(seed)
-    columns = [list(SAMPLERS), list(MASKS), list(PARTITIONS), list(HISTORIES), list(TEMPERATURES)]
+    columns: list[list[Any]] = [list(SAMPLERS), list(MASKS), list(PARTITIONS), list(HISTORIES), list(TEMPERATURES)]
     todo = {
         (i, a, j, b) for i, j in itertools.combinations(range(5), 2) for a in columns[i] for b in columns[j]
     } - _impossible()

@@ -9,7 +9,8 @@ coefficients and delays, and its second moments are those of its lags:
     Γ(s) = E[z_t z_{t−s}'], s = 0..R−1, Γ(−s) = Γ(s)'        W(s) = E[θ̃ z_{t−s}'] = (1/R) Σ_u Γ(s−u)
     E[θ̃_i θ̃_j] = Γ(0)_ij within one group of one θ̃_kj, and else M_ij = (1/R) Σ_s W(s)_ij = (1/R²) Σ_su Γ(s−u)_ij
 
-R = 1: every past draw is the present state, as with ensemble=1. R → ∞: own history, with an error of order 1/R.
+R = 1: every past draw is the present state, as with ensemble=1. R → ∞: own history, with an error of order 1/R. Between
+the two, a delayed force feeds the oscillations of a sampler with momentum: both limits may be stable and this not.
 """
 
 from typing import NamedTuple
@@ -36,8 +37,12 @@ def window_cov(
     prior: ArrayLike | None = None,
     temperature: float = 1.0,
     past: int = 1,
+    gradient_noise: ArrayLike | None = None,
+    force: ArrayLike | None = None,
 ) -> Windowed:
-    """The exact finite-step stationary law with a Window of R rows. ValueError where there is none (unstable).
+    """The exact finite-step stationary law with a Window of R rows; arguments as for stationary_cov.
+
+    ValueError where there is none (unstable).
 
     Given the rows, z' is its mean Ā z + (B̄/R) Σ_s z_{t−s} (bars: over masks) plus what masks, picks and noise add; that
     is uncorrelated in time, with covariance N. With m(s) = Ā Γ(s) + B̄ W(s), the moment of that mean and z_{t−s},
@@ -55,6 +60,9 @@ def window_cov(
     D, p, reps, r = len(g), law.probs, law.repeats, law.r[:, :, g]
     F, gain, noise = sampler.dynamics(D, temperature)
     S = len(F)
+    pull = law.w * (r.sum(1) - p @ r.sum(1)) * (0.0 if force is None else np.asarray(force, float))  # [n, D]
+    extra = reps * (p[:, None] * pull).T @ pull + (0.0 if gradient_noise is None else np.asarray(gradient_noise, float))
+    noise = noise + gain @ extra @ gain.T
 
     drive = lambda X: np.concatenate([-gain @ X, np.zeros((*X.shape[:-2], S, S - D))], -1)  # g sees θ, not v
     Bk = drive(law.w * np.einsum("cki,ckj->ckij", r, 1 - r) * L)  # [n, K0, S, S]
@@ -90,11 +98,12 @@ def window_cov(
     Γ0, W0, M = (X @ lags for X in (lag[0], W[0], W.mean(0)))  # [S², S²]
     H = (spread(A, A) + own) @ Γ0 + (unit + flip) @ spread(B, A) @ W0 + (spread(B, B) - own) @ M
     _stable(H, "what masks and picks add to the second moments grows")
-    Γ = (lags @ np.linalg.solve(unit - H, noise.ravel())).reshape(R, S, S)
-    return Windowed(Γ[0, :D, :D], float(np.trace(Γ[0, D:, D:]) / D) if S > D else None, Γ[:, :D, :D])
+    Γ = np.asarray(lags @ np.linalg.solve(unit - H, noise.ravel()), float).reshape(R, S, S)
+    kinetic = float(np.trace(Γ[0, D:, D:]) / D) if S > D else None
+    return Windowed(Γ[0, :D, :D], kinetic, Γ[:, :D, :D])
 
 
 def _stable(X: Array, what: str) -> None:
     radius = np.abs(np.linalg.eigvals(X)).max()
     if not radius < 1 - 1e-12:
-        raise ValueError(f"unstable: {what}, by a factor of {radius:.6f}; take a smaller step")
+        raise ValueError(f"unstable: {what}, by a factor of {radius:.6f}; take a smaller step or another R")

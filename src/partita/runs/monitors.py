@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from partita.answers.predictive import Prediction, predict
+from partita.engine.batches import HEAD, RECALIBRATE, Resident, make_batches
 from partita.engine.step import Chains, Step
-from partita.target import Posterior
-from partita.target.trees import as_tensors, map_tree
+from partita.target import Posterior, Target
+from partita.target.trees import map_tree
 
 Record = dict[str, Any]
 
@@ -46,10 +48,10 @@ class TemperatureCheck:
     def see(self, theta: Tensor, g: Tensor) -> None:
         """θ [C, D] and g(θ)."""
         self.n += 1
-        d = theta - self._theta
+        d = theta - self._theta  # from the old mean of θ; g below from its new one (Welford)
         self._theta += d / self.n
-        self._co += d * (g - self._g)
         self._g += (g - self._g) / self.n
+        self._co += d * (g - self._g)
 
     def groups(self, labels: Tensor, count: int) -> Tensor:
         """[C, M]: the temperature of each group (NaN before there are two states)."""
@@ -62,7 +64,7 @@ class TemperatureCheck:
 
 def composition_gap(step: Step, chains: Chains) -> Tensor:
     """[C]: mean of U_lik(φ) - U_lik(θ) over the compositions of one step, per datum, on one batch."""
-    batch = step.batches.draw(chains.theta.shape[0])
+    batch = step.batches.look(chains.theta.shape[0])
     composed = step.gradient(chains, batch).composed
     return (composed - step.energies.energy(chains.theta, batch)) / step.batches.N
 
@@ -70,15 +72,25 @@ def composition_gap(step: Step, chains: Chains) -> Tensor:
 class ScoreMonitor:
     """Scores of the chains' present states on (x, y), and of the average over all present states after burn-in."""
 
-    def __init__(self, name: str, data: Any, step: Step, device: torch.device):
-        if not isinstance(step.energies.target, Posterior):
-            raise ValueError(f"monitor {name!r} holds data, but a Density makes no predictions")
-        if not isinstance(data, (tuple, list)) or len(data) != 2:
+    def __init__(self, name: str, data: Any, target: Target):
+        if not isinstance(target, Posterior):
+            raise ValueError(f"monitor {name!r} holds data, but a Density makes no predictions: expected a function")
+        if isinstance(data, (str, DataLoader)) or not isinstance(data, (tuple, list, Dataset)):
             raise ValueError(f"monitor {name!r} is a {type(data).__name__}, expected (x, y) or a function of a Moment")
-        self.name, self.step = name, step
-        self.x, self.y = map_tree(lambda t: t.to(device), (as_tensors(data[0]), as_tensors(data[1], "y")))
+        try:
+            rows = make_batches(data, None, target.space.values.device)
+            target.check(rows.head(HEAD), rows.targets())
+        except ValueError as e:
+            raise ValueError(f"monitor {name!r}: {e}") from None
+        assert isinstance(rows, Resident)
+        self.name, self.x, self.y = name, rows.x, rows.y
         self._mean: Prediction | None = None
         self._n = 0
+
+    def attach(self, step: Step, device: torch.device) -> None:
+        """What a run knows once it is set up."""
+        self.step = step
+        self.x, self.y = map_tree(lambda t: t.to(device), (self.x, self.y))
 
     def __call__(self, moment: Moment) -> Record:
         target, batches = self.step.energies.target, self.step.batches
@@ -107,7 +119,7 @@ class ScoreMonitor:
         self._mean = Prediction({k: v[None] for k, v in draws.items()}, now.classes, now._ignore)
 
 
-def recalibrated(target: Posterior, theta: Tensor, batches: Any, rows: int = 2048) -> dict[str, Tensor]:
+def recalibrated(target: Posterior, theta: Tensor, batches: Any, rows: int = RECALIBRATE) -> dict[str, Tensor]:
     """BatchNorm statistics of each θ [S, D], {name: [S, ...]}; {} when the policy needs none."""
     if target.network.batchnorm != "recalibrate":
         return {}
@@ -115,12 +127,12 @@ def recalibrated(target: Posterior, theta: Tensor, batches: Any, rows: int = 204
     return {k: torch.stack([e[k] for e in each]) for k in each[0]}
 
 
-def as_monitors(monitor: Any, step: Step, device: torch.device) -> list[Monitor]:
-    """{name: (x, y) or function}, a function, or a list of functions."""
+def as_monitors(monitor: Any, target: Target) -> list[Monitor]:
+    """{name: (x, y) or function}, a function, or a list of functions; whatever does not fit is refused."""
     if monitor is None:
         return []
     if isinstance(monitor, Mapping):
-        return [v if callable(v) else ScoreMonitor(k, v, step, device) for k, v in monitor.items()]
+        return [v if callable(v) else ScoreMonitor(k, v, target) for k, v in monitor.items()]
     functions = list(monitor) if isinstance(monitor, (tuple, list)) else [monitor]
     for f in functions:
         if not callable(f):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,10 +11,15 @@ from torch import Tensor, nn
 
 from partita.engine.batches import Batches
 from partita.engine.chains import Energies
+from partita.engine.step import Step
+from partita.runs.checks import number, whole
 from partita.runs.setup import prepare, seeded
 from partita.samplers import Sampler
-from partita.structure import Joint, Structure
+from partita.structure import Ensemble, Joint, Structure, Structured
 from partita.target import Posterior, Target
+
+LOW, HIGH = 1e-9, 1e1  # step sizes a search looks at
+ENSEMBLE = 8  # chains a step size when an Ensemble says no size
 
 
 @dataclass(frozen=True)
@@ -35,20 +40,21 @@ class Optimum:
 
 
 def descend(energies: Energies, batches: Batches, theta: Tensor, steps: int, lr: float) -> tuple[Tensor, Tensor]:
-    """Minimise U/N over each chain of θ [C, D] with Adam and a cosine-annealed rate; also the energies met, [steps]."""
-    theta = theta.clone().requires_grad_()
-    adam = torch.optim.Adam([theta], lr=lr)
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
-    met = []
-    for _ in range(steps):
-        here = theta.detach()
-        u, du = energies.likelihood(here.unsqueeze(1), batches.draw(theta.shape[0]))
-        u0, g0 = energies.prior(here)
-        theta.grad = (du.squeeze(1) + g0) / batches.N
+    """Minimise U/N over each chain of θ [C, D] with Adam and a cosine-annealed rate; also the energies met, [steps].
+
+    m ← m + (1-β₁)(g - m),  v ← v + (1-β₂)(g² - v),  θ ← θ - lr_t m̂ / (√v̂ + 1e-8),   g = ∇U/N, β = .9, .999
+    (Kingma & Ba 2015; by hand, since torch.optim imports a compiler, which takes longer than many a run.)
+    """
+    m, v, met = torch.zeros_like(theta), torch.zeros_like(theta), []
+    for t in range(1, steps + 1):
+        u, du = energies.likelihood(theta.unsqueeze(1), batches.draw(theta.shape[0]))
+        u0, g0 = energies.prior(theta)
+        g = (du.squeeze(1) + g0) / batches.N
+        m, v = m + 0.1 * (g - m), v + 0.001 * (g * g - v)
+        rate = lr * 0.5 * (1 + math.cos(math.pi * (t - 1) / steps))
+        theta = theta - rate * m / (1 - 0.9**t) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
         met.append((u.squeeze(1) + u0).mean() / batches.N)
-        adam.step()
-        cosine.step()
-    return theta.detach(), torch.stack(met)
+    return theta, torch.stack(met)
 
 
 def optimize(
@@ -64,7 +70,7 @@ def optimize(
     device: str | torch.device = "auto",
 ) -> Optimum:
     """The maximum a posteriori of each of `chains` starts: Adam on U/N."""
-    if not isinstance(steps, int) or steps < 1 or not lr > 0:
+    if not whole(steps, 1) or not number(lr) or not lr > 0:
         raise ValueError(f"optimize got steps={steps!r}, lr={lr!r}, expected a whole number of at least 1 and lr > 0")
     with seeded(seed, device, target) as dev:
         plan = prepare(target, data, Joint(), None, chains=chains, batch_size=batch_size, init=init, device=dev)
@@ -111,41 +117,89 @@ def find_step(
 ) -> StepSearch:
     """The largest step size whose discretisation and gradient noise leave the chain below `limit` × T.
 
-    One chain per step size of a geometric grid, all from one MAP, `steps` steps each; heat is the sampler's own estimate
-    over the second half. `sampler` is a class (pt.SGLD) or an instance whose other settings are kept. A bound not given
-    is found: the grid spans nine decades below the largest step that can be stable at all.
+    One chain per step size, all from one MAP, `steps` steps each; heat is the sampler's own estimate over the second
+    half. Two rounds: half of the points on a coarse geometric grid from low to high (1e-9 to 10), the rest between the
+    largest coarse step that is not hot and the next one. A chain below T has not warmed up yet, which is not hot.
+    `sampler` is a class (pt.SGLD) or an instance whose other settings are kept.
     """
-    if not limit > 1:
-        raise ValueError(f"find_step got limit={limit!r}, expected a number above 1 (heat over T)")
-    if (low is None) != (high is None) or (low is not None and high is not None and not 0 < low < high):
-        raise ValueError(f"find_step got low={low!r}, high={high!r}, expected both, 0 < low < high, or neither")
-    one: Sampler = sampler(1e-6) if isinstance(sampler, type) else sampler
-    grid = torch.logspace(math.log10(low or 1e-9), math.log10(high or 1e0), points)
+    _check_search(low, high, points, steps, map_steps, limit)
+    one = _instance(sampler)
+    first, second = points - points // 2, points // 2
+    own, per = _own_ensembles(structure if structure is not None else Joint())
     with seeded(seed, device, target) as dev:
-        plan = prepare(
-            target, data, structure or Joint(), one, chains=points, batch_size=batch_size, init="module", device=dev
-        )
+        plan = prepare(target, data, own, one, chains=first * per, batch_size=batch_size, init="module", device=dev)
         start = plan.step.energies.target.start("fresh", 1).to(dev)
         best, _ = descend(plan.step.energies, plan.step.batches, start, map_steps, 1e-2)
-        chains = plan.step.init(best.expand(points, -1).clone())
-        rate = grid.to(dev, best.dtype)[:, None]
-        heat, energy = torch.zeros(points, device=dev), torch.zeros(points, device=dev)
-        for t in range(steps):
-            T = plan.step.temperature
-            chains, grad = plan.step(chains, rate, 1.0)
-            plan.step.remember(chains)
-            if t >= steps // 2:
-                share = 1 / (steps - steps // 2)
-                heat += share * one.heat(grad.g, chains.sampler, rate, T) / T
-                energy += share * (grad.composed + grad.prior) / plan.step.batches.N
-        fine = heat.isfinite() & energy.isfinite() & chains.theta.isfinite().all(1)
-        heat, energy = heat.masked_fill(~fine, math.inf).cpu(), energy.masked_fill(~fine, math.inf).cpu()
-    stable = [i for i in range(points) if heat[i] <= limit and bool((heat[: i + 1] <= limit).all())]
-    if not stable:
+
+        def measure(sizes: list[float]) -> list[tuple[float, float, float]]:
+            return list(zip(sizes, *_heat(plan.step, one, best, sizes, per, steps)))
+
+        curve = measure(_between(low or LOW, high or HIGH, first, ends=True))
+        i = _last_cool(curve, limit)
+        if i < 0:
+            raise ValueError(
+                f"no step size from {curve[0][0]:.1e} to {curve[-1][0]:.1e} stays below {limit:g} T, expected one: "
+                "try a smaller low"
+            )
+        if second and i + 1 < first:
+            curve = sorted(curve + measure(_between(curve[i][0], curve[i + 1][0], second, ends=False)))
+    sizes, heat, energy = zip(*curve)
+    return StepSearch(sizes[_last_cool(curve, limit)], sizes, heat, energy, limit)
+
+
+def _heat(
+    step: Step, sampler: Sampler, theta: Tensor, sizes: list[float], per: int, steps: int
+) -> tuple[list[float], list[float]]:
+    """Heat over T and energy per datum of each step size, `per` chains each, from θ [1, D]; inf where one diverged."""
+    n, T = len(sizes), step.temperature
+    chains = step.init(theta.expand(n * per, -1).clone())
+    rate = torch.tensor(sizes).to(theta).repeat_interleave(per)[:, None]
+    heat, energy = theta.new_zeros(n * per), theta.new_zeros(n * per)
+    for t in range(steps):
+        chains, grad = step(chains, rate, 1.0)
+        step.remember(chains)
+        if t >= steps // 2:
+            share = 1 / (steps - steps // 2)
+            heat += share * sampler.heat(grad.g, chains.sampler, rate, T) / T
+            energy += share * (grad.composed + grad.prior) / step.batches.N
+    fine = (heat.isfinite() & energy.isfinite() & chains.theta.isfinite().all(1)).view(n, per).all(1)
+    mean = lambda x: x.view(n, per).mean(1).masked_fill(~fine, math.inf).tolist()
+    return mean(heat), mean(energy)
+
+
+def _last_cool(curve: list[tuple[float, float, float]], limit: float) -> int:
+    """The last point before the curve (step size, heat, energy) first turns hot; -1 when it begins so."""
+    return next((i for i, (_, heat, _) in enumerate(curve) if not heat <= limit), len(curve)) - 1
+
+
+def _between(low: float, high: float, points: int, ends: bool) -> list[float]:
+    """A geometric grid of three digits, with or without its ends."""
+    grid = torch.logspace(math.log10(low), math.log10(high), points + (0 if ends else 2), dtype=torch.float64)
+    return [float(f"{e:.3g}") for e in (grid if ends else grid[1:-1]).tolist()]
+
+
+def _instance(sampler: Any) -> Sampler:
+    one = sampler(1e-6) if isinstance(sampler, type) and hasattr(sampler, "heat") else sampler
+    if isinstance(one, type) or not hasattr(one, "heat"):
         raise ValueError(
-            f"no step size from {grid[0]:.1e} to {grid[-1]:.1e} stays below {limit:g} T: try a smaller low"
+            f"find_step got sampler={sampler!r}, expected for example pt.SGLD or pt.SGHMC(1e-3, friction=2)"
         )
-    i = stable[-1]
-    to_tuple = lambda x: tuple(round(float(v), 12) for v in x)
-    sizes = tuple(float(f"{e:.3g}") for e in grid.tolist())
-    return StepSearch(sizes[i], sizes, to_tuple(heat), to_tuple(energy), limit)
+    return one
+
+
+def _own_ensembles(structure: Structure) -> tuple[Structure, int]:
+    """The structure, and the chains a step size needs: an ensemble must not mix chains of different step sizes."""
+    if isinstance(structure, Structured) and isinstance(structure.history, Ensemble):
+        size = structure.history.size or ENSEMBLE
+        return replace(structure, history=replace(structure.history, size=size)), size
+    return structure, 1
+
+
+def _check_search(low: Any, high: Any, points: Any, steps: Any, map_steps: Any, limit: Any) -> None:
+    if not number(limit) or not limit > 1:
+        raise ValueError(f"find_step got limit={limit!r}, expected a number above 1 (heat over T)")
+    if (low is None) != (high is None) or (low is not None and not (number(low) and number(high) and 0 < low < high)):
+        raise ValueError(f"find_step got low={low!r}, high={high!r}, expected both, 0 < low < high, or neither")
+    for name, value, least in (("points", points, 2), ("steps", steps, 2), ("map_steps", map_steps, 1)):
+        if not whole(value, least):
+            raise ValueError(f"find_step got {name}={value!r}, expected a whole number of at least {least}")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from partita.answers.predictive import Prediction, predict
 from partita.answers.summary import Mixing, Summary
-from partita.structure.history import History
+from partita.structure.history import History, Reservoir
 from partita.structure.partitions import Groups
 from partita.target import ParameterSpace, Posterior, Target
 from partita.target.trees import leaves, map_tree
@@ -79,7 +79,6 @@ class Run:
             step = max(1, -(-x.shape[2] // MOST_PARAMETERS))
             mixing.append(Mixing.of("parameters", x[:, :, ::step], thin, self.ensembles))
         gaps = [m["composition_gap"] for m in self.metrics if "composition_gap" in m]
-        rows = getattr(self.history, "R", None)
         return Summary(
             chains=x.shape[0],
             draws=x.shape[1],
@@ -89,10 +88,18 @@ class Run:
             heat=float(self.heat.median()),
             mixing=tuple(mixing),
             composition_gap=gaps[-1] if gaps else None,
-            history_span=rows * self.history.every if rows and self.history else None,
+            history_span=self._history_span(),
             seconds=float(self.settings.get("seconds", 0.0)),
             stopped=self.stopped,
         )
+
+    def _history_span(self) -> int | None:
+        """Steps between the oldest and the newest state a full history holds: a reservoir's rows come from all."""
+        rows = getattr(self.history, "R", None)
+        if self.history is None or rows is None:
+            return None
+        seen = int(self.settings["steps"]) - (int(self.settings["burn_in"]) if self.history.drops_burn_in else 0)
+        return seen if isinstance(self.history, Reservoir) else min(seen, rows * self.history.every)
 
     def _functions(self) -> Tensor:
         """[C, S, V]: what each draw predicts at the probe inputs (log-probabilities, or means)."""

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from partita.engine.step import Chains, Step
+from partita.runs.checks import check_choices, check_sampler, check_target, lengths
 from partita.runs.errors import DivergenceError
-from partita.runs.monitors import Moment, TemperatureCheck, as_monitors, composition_gap, recalibrated
+from partita.runs.monitors import Moment, ScoreMonitor, TemperatureCheck, as_monitors, composition_gap, recalibrated
 from partita.runs.progress import Progress
 from partita.runs.run import Run
 from partita.runs.setup import Plan, available_memory, prepare, seeded
@@ -57,18 +58,14 @@ def sample(
     keep            "auto" thins further so that the draws take at most 2 GiB; "all" keeps what was asked or refuses
     memory          bytes the compositions of one step may take at once
     """
-    steps, burn_in, thin = _lengths(steps, burn_in, thin)
-    if engine not in ("auto", "eager"):
-        raise ValueError(f"engine is {engine!r}, expected 'auto' or 'eager'")
-    if keep not in ("auto", "all"):
-        raise ValueError(f"keep is {keep!r}, expected 'auto' or 'all'")
-    if not hasattr(sampler, "step") or isinstance(sampler, type):
-        raise ValueError(f"sampler is {sampler!r}, expected for example pt.SGLD(step_size=1e-4)")
-    if not hasattr(target, "likelihood_energy"):
-        raise ValueError(f"the target is a {type(target).__name__}, expected pt.Posterior(...) or pt.Density(...)")
+    check_target(target)
+    check_sampler(sampler)
+    steps, burn_in, thin = lengths(steps, burn_in, thin)
+    check_choices(monitor_every, engine, keep, progress)
     sampler.check(target.temperature, burn_in)
+    monitors = as_monitors(monitor, target)
     with seeded(seed, device, target) as dev:
-        whole: Structure = structure or Joint()
+        whole: Structure = Joint() if structure is None else structure
         plan = prepare(
             target,
             data,
@@ -102,8 +99,11 @@ def sample(
             "notes": [*plan.notes, *notes],
         }
         loop = _Loop(plan, sampler, steps, burn_in, thin, settings, target)
+        for m in monitors:
+            if isinstance(m, ScoreMonitor):
+                m.attach(plan.step, dev)
         with Progress(steps, settings, show=progress) as bar:
-            return loop.go(as_monitors(monitor, plan.step, dev), monitor_every or max(1, steps // 10), bar)
+            return loop.go(monitors, monitor_every or max(1, steps // 10), bar)
 
 
 class _Loop:
@@ -156,7 +156,8 @@ class _Loop:
                     break
         except KeyboardInterrupt:
             self.stopped = f"interrupted at step {t:,} of {self.steps:,}"
-        self.settings["seconds"] = time.perf_counter() - began
+        finally:
+            self.settings["seconds"] = time.perf_counter() - began
         return self._run()
 
     def _warm_step(self) -> tuple[Step, Any]:
@@ -187,7 +188,7 @@ class _Loop:
         with torch.random.fork_rng(devices=[self.plan.device] if self.plan.device.type == "cuda" else []):
             if self.step.structure.history is not None:
                 record["composition_gap"] = float(composition_gap(self.step, chains).mean())
-            moment = Moment(t, self.steps, chains.theta, t <= self.burn_in, self.step.energies.target)
+            moment = Moment(t, self.steps, chains.theta.clone(), t <= self.burn_in, self.step.energies.target)
             for monitor in monitors:
                 said = monitor(moment)
                 if isinstance(said, str):
@@ -198,8 +199,8 @@ class _Loop:
 
     def _run(self) -> Run:
         groups = self.step.structure.groups
-        n = max(self.temperature.n, 1)
-        stats = self.statistics
+        n = self.temperature.n or math.nan
+        stats = self.statistics[: len(self.kept)]  # an interrupt may fall between the two
         return Run(
             target=self.target,
             samples=self.draws[:, : len(self.kept)],
@@ -217,28 +218,25 @@ class _Loop:
         )
 
 
-def _lengths(steps: int, burn_in: int | None, thin: int | None) -> tuple[int, int, int | None]:
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps is {steps!r}, expected a whole number of at least 1")
-    burn = steps // 4 if burn_in is None else burn_in
-    if not isinstance(burn, int) or not 0 <= burn < steps:
-        raise ValueError(f"burn_in is {burn_in!r}, expected a whole number from 0 to steps - 1 = {steps - 1:,}")
-    if thin is not None and (not isinstance(thin, int) or not 1 <= thin <= steps - burn):
-        raise ValueError(f"thin is {thin!r}, expected a whole number from 1 to steps - burn_in = {steps - burn:,}")
-    return steps, burn, thin
-
-
 def _fit_draws(plan: Plan, after: int, thin: int | None, keep: str) -> tuple[int, list[str]]:
     """The thinning that keeps the draws within memory, and a line where it is more than was asked for."""
     C, D = plan.theta.shape
     row = C * D * plan.theta.element_size()
     chosen = thin or max(1, math.ceil(after / 1000))
     need = after // chosen * row
-    arithmetic = f"{C} chains x {after // chosen:,} draws x {D:,} parameters = {need / 2**30:.1f} GiB"
-    if keep == "auto" and need > KEEP:
-        chosen = math.ceil(after / (KEEP // row)) if row <= KEEP else after
-        return chosen, [f"thin raised to {chosen}: {arithmetic}, more than 2 (keep='all' keeps them)"]
-    free = available_memory(torch.device("cpu"))
-    if need > 0.9 * free:
-        raise ValueError(f"the draws would take {arithmetic}, expected at most 0.9 x {free / 2**30:.1f} GiB free")
-    return chosen, []
+    free = int(0.9 * available_memory(torch.device("cpu")))
+    most = min(KEEP, free) if keep == "auto" else free
+    if need <= most:
+        return chosen, []
+    arithmetic = f"{C} chains x {after // chosen:,} draws x {D:,} parameters = {_gib(need)}"
+    if keep == "all" or row > most:
+        raise ValueError(
+            f"the draws would take {arithmetic}, expected at most {_gib(most)}"
+            + (" (90 % of what is free)" if most == free else ": keep='all' allows all that is free")
+        )
+    chosen = math.ceil(after / (most // row))
+    return chosen, [f"thin raised to {chosen}: {arithmetic}, more than {_gib(most)} (keep='all' keeps them)"]
+
+
+def _gib(n: int) -> str:
+    return f"{n / 2**30:.3g} GiB"

@@ -5,22 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from partita.engine.batches import HEAD, Batches, make_batches
+from partita.engine.batches import HEAD, RECALIBRATE, Batches, make_batches
 from partita.engine.chains import bytes_per_pass, choose
 from partita.engine.step import Step, chunk_size, device_of
+from partita.runs.checks import check_target, number, whole
 from partita.samplers import SGLD, Sampler
 from partita.structure import Structure
-from partita.target import Target
+from partita.target import Posterior, Target
 from partita.target.trees import map_tree
 
 MAP_STEPS = 1_000
-STARTS = "'fresh', 'module', 'prior', 'map' or a tensor [D] or [C, D]"
+STARTS = ("fresh", "module", "prior", "map")
+_STARTS = "'fresh', 'module', 'prior', 'map' or a tensor [D] or [C, D]"
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,15 @@ class Plan:
 @contextlib.contextmanager
 def seeded(seed: int, device: str | torch.device, target: Target) -> Iterator[torch.device]:
     """torch's random state seeded inside, and as it was outside."""
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+    check_target(target)
+    if not whole(seed, 0) or seed >= 2**32:
         raise ValueError(f"seed is {seed!r}, expected a whole number in [0, 2^32) (generators use 32 bits of it)")
     dev = device_of(device, target.space.values.device)
     cuda = list(range(torch.cuda.device_count())) if dev.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach the generators of unused devices
+        if cuda:
+            torch.cuda.manual_seed_all(seed)
         yield dev
 
 
@@ -62,62 +67,83 @@ def prepare(
     how: str = "auto",
 ) -> Plan:
     """Check everything, then build the step. Must run inside `seeded`."""
-    if not hasattr(target, "likelihood_energy"):
-        raise ValueError(f"the target is a {type(target).__name__}, expected pt.Posterior(...) or pt.Density(...)")
-    if not isinstance(chains, int) or chains < 1:
+    if not whole(chains, 1):
         raise ValueError(f"chains is {chains!r}, expected a whole number of at least 1")
-    if not hasattr(structure, "bind"):
+    if not whole(memory, 1):
+        raise ValueError(f"memory is {memory!r}, expected a whole number of bytes")
+    if isinstance(structure, type) or not hasattr(structure, "bind"):
         raise ValueError(f"structure is {structure!r}, expected pt.Joint() or pt.Structured(...)")
-    batches = make_batches(data, batch_size, device, target.needs_data)
-    target = target.to(device)
+    given = _check_start(target, init, chains, spread)
     bound = structure.bind(target.space, device)
     ensembles = bound.history.ensembles(chains) if bound.history is not None else chains
-    if batches.N > 1 or target.needs_data:
+    _check_coupled(init, given, coupled=ensembles < chains)
+    batches = make_batches(data, batch_size, device, target.needs_data)
+    target = target.to(device)
+    if target.needs_data:
         _check_fit(target, batches)
     few = batches.head(min(batches.B, HEAD))
     energies, reason = choose(target, batches.N, _two(few), how)
     notes = [] if reason is None else [f"chains run one after another: vmap cannot follow this module ({reason})"]
-    rows = batches.B / max(1, min(batches.B, HEAD))
-    one = int(bytes_per_pass(target, batches.N, few) * rows)
-    chunk, width = chunk_size(bound.passes, chains, one, memory)
-    energies = type(energies)(energies.target, energies.n, energies.how, width)
+    chunk, width = chunk_size(bound.passes, chains, _bytes_per_pass(target, batches), memory)
+    energies = replace(energies, width=width)
     if bound.history is not None:
         notes += _check_memory("the history", bound.history.nbytes(chains, target.space.dim), device)
+    if isinstance(target, Posterior) and target.network.batchnorm == "recalibrate":
+        batches.inputs(RECALIBRATE)  # a loader looks them up now, so that when it does changes nothing
     step = Step(sampler or SGLD(1.0), bound, batches, energies, target.temperature, chunk)
-    theta = starting_points(target, step, init, chains, spread, coupled=ensembles < chains)
+    theta = starting_points(target, step, init if given is None else given, chains, spread, ensembles)
     return Plan(step, theta, device, batches.head(32), ensembles, tuple(notes))
 
 
-def starting_points(target: Target, step: Step, init: Any, chains: int, spread: float | None, coupled: bool) -> Tensor:
+def starting_points(
+    target: Target, step: Step, init: str | Tensor, chains: int, spread: float | None, ensembles: int
+) -> Tensor:
     """[C, D] from `init`. The coupled chains of an Ensemble must start in one mode: from one point, a little spread."""
     space, dev = target.space, target.space.values.device
-    if spread is not None and not spread >= 0:
-        raise ValueError(f"spread is {spread!r}, expected a number of at least 0")
-    given = torch.as_tensor(init) if not isinstance(init, str) else None
-    single = given is not None and given.dim() == 1
-    if coupled and not (single or init in ("module", "map")):
-        raise ValueError(
-            f"init is {init if isinstance(init, str) else list(given.shape) if given is not None else init!r} with an "
-            "Ensemble history, expected 'module', 'map' or one point [D]: chains of an ensemble exchange their groups, "
-            "and from spread starts they would mix differently permuted networks"
-        )
-    if given is not None:
-        if tuple(given.shape) not in ((space.dim,), (chains, space.dim)):
-            raise ValueError(f"init has shape {list(given.shape)}, expected [{space.dim}] or [{chains}, {space.dim}]")
-        if not bool(given.isfinite().all()):
-            raise ValueError("init holds NaN or inf, expected finite numbers")
-        theta = given.to(space.values).expand(chains, space.dim).clone()
+    coupled = ensembles < chains
+    if isinstance(init, Tensor):
+        theta = init.to(space.values).expand(chains, space.dim).clone()
     elif init == "map":
         from partita.runs.optimize import descend
 
-        n = 1 if coupled else chains
-        fresh = target.start("fresh", n).to(dev)
+        fresh = target.start("fresh", ensembles).to(dev)
         best, _ = descend(step.energies, step.batches, fresh, MAP_STEPS, 1e-2)
-        theta = best.expand(chains, -1).clone()
+        if not bool(best.isfinite().all()):
+            raise ValueError("init='map' diverged (NaN or inf), expected a finite energy around the fresh starts")
+        theta = best.repeat_interleave(chains // ensembles, 0)
     else:
         theta = target.start(init, chains).to(dev)
     amount = (1e-3 if coupled else 0.0) if spread is None else spread
     return theta + amount * torch.randn_like(theta) if amount else theta
+
+
+def _check_start(target: Target, init: Any, chains: int, spread: float | None) -> Tensor | None:
+    """init as a tensor, if it is one."""
+    if spread is not None and not (number(spread) and spread >= 0):
+        raise ValueError(f"spread is {spread!r}, expected a number of at least 0")
+    if isinstance(init, str):
+        if init not in STARTS:
+            raise ValueError(f"init is {init!r}, expected {_STARTS}")
+        return None
+    try:
+        given = torch.as_tensor(init)
+    except (RuntimeError, TypeError, ValueError):
+        raise ValueError(f"init is a {type(init).__name__}, expected {_STARTS}") from None
+    dim = target.space.dim
+    if tuple(given.shape) not in ((dim,), (chains, dim)):
+        raise ValueError(f"init has shape {list(given.shape)}, expected [{dim}] or [{chains}, {dim}]")
+    if given.is_complex() or given.dtype == torch.bool or not bool(given.isfinite().all()):
+        raise ValueError(f"init holds NaN, inf or {given.dtype} numbers, expected finite real ones")
+    return given
+
+
+def _check_coupled(init: Any, given: Tensor | None, coupled: bool) -> None:
+    if coupled and not (given.dim() == 1 if given is not None else init in ("module", "map")):
+        raise ValueError(
+            f"init is {init if given is None else list(given.shape)} with an Ensemble history, expected 'module', 'map' "
+            "or one point [D]: chains of an ensemble exchange their groups, and from spread starts they would mix "
+            "differently permuted networks"
+        )
 
 
 def available_memory(device: torch.device) -> int:
@@ -148,6 +174,16 @@ def _check_fit(target: Target, batches: Batches) -> None:
     check = getattr(target, "check", None)
     if check is not None:
         check(batches.head(min(batches.N, HEAD)), batches.targets())
+
+
+def _bytes_per_pass(target: Target, batches: Batches) -> int:
+    """Memory of a pass over B rows: measured up to HEAD of them, beyond that on the line through two measurements."""
+    rows = min(batches.B, HEAD)
+    need = bytes_per_pass(target, batches.N, batches.head(rows))
+    if batches.B <= HEAD:
+        return need
+    half = bytes_per_pass(target, batches.N, batches.head(rows // 2))
+    return need + (need - half) * (batches.B - rows) // (rows - rows // 2)
 
 
 def _two(batch: Any) -> Any:

@@ -27,7 +27,7 @@ class PSGLD:
 
     def __post_init__(self) -> None:
         as_schedule(self.step_size, "PSGLD's step_size")
-        if not 0 <= self.beta < 1:
+        if not isinstance(self.beta, (int, float)) or not 0 <= self.beta < 1:
             raise ValueError(f"PSGLD got beta={self.beta!r}, expected a number in [0, 1)")
         if self.adapt not in ("burn_in", "always"):
             raise ValueError(f"PSGLD got adapt={self.adapt!r}, expected 'burn_in' or 'always'")

@@ -78,10 +78,11 @@ class Cyclical:
 
     def __post_init__(self) -> None:
         _check(type(self).__name__, high=self.high, cycles=self.cycles, low=self.low)
+        if not isinstance(self.cycles, int):
+            raise ValueError(f"Cyclical got cycles={self.cycles!r}, expected a whole number of at least 1")
 
     def __call__(self, t: int, horizon: int) -> float:
-        length = max(horizon / self.cycles, 1)
-        phase = (t % length) / length if t < horizon else 1.0
+        phase = t * self.cycles % horizon / horizon if t < horizon else 1.0  # whole numbers: a restart is exact
         return self.low + (self.high - self.low) * 0.5 * (1 + math.cos(math.pi * phase))
 
     @property
@@ -95,7 +96,7 @@ def as_schedule(value: float | Schedule, name: str) -> Schedule:
         if not 0 < value < math.inf:
             raise ValueError(f"{name} is {value!r}, expected a number above 0 or a schedule")
         return Constant(float(value))
-    if not (callable(value) and hasattr(value, "largest")):
+    if not (callable(value) and hasattr(value, "largest")) or isinstance(value, type):
         raise ValueError(f"{name} is {value!r}, expected a number above 0 or a schedule")
     return value
 

@@ -28,9 +28,12 @@ class SGHMC:
 
     def __post_init__(self) -> None:
         as_schedule(self.time_step, "SGHMC's time_step")
-        if not self.friction > 0:
-            raise ValueError(f"SGHMC got friction={self.friction!r}, expected a number above 0")
-        if self.adapt not in ("never", "burn_in") or not 0 <= self.beta < 1:
+        for name, least in (("friction", "above"), ("noise", "of at least")):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and value >= 0
+            if not number or (name == "friction" and value == 0):
+                raise ValueError(f"SGHMC got {name}={value!r}, expected a number {least} 0")
+        if self.adapt not in ("never", "burn_in") or not isinstance(self.beta, (int, float)) or not 0 <= self.beta < 1:
             raise ValueError(
                 f"SGHMC got adapt={self.adapt!r}, beta={self.beta!r}, expected 'never' or 'burn_in', [0, 1)"
             )
@@ -43,7 +46,7 @@ class SGHMC:
         h, gamma = self.schedule.largest, self.friction
         if h * gamma > 1:
             raise ValueError(f"SGHMC got time_step*friction = {h * gamma:g}, expected at most 1 (v would overshoot)")
-        if self.noise < 0 or 2 * gamma * temperature - h * self.noise < 0:
+        if 2 * gamma * temperature - h * self.noise < 0:
             raise ValueError(
                 f"SGHMC's noise variance 2γT - hV̂ = {2 * gamma * temperature - h * self.noise:g} at γ={gamma:g}, "
                 f"T={temperature:g}, h={h:g}, V̂={self.noise:g}; expected V̂ in [0, 2γT/h]"

@@ -96,9 +96,9 @@ class Structured:
             ("mask", "pt.masks.Bernoulli(0.5)", "weight"),
             ("history", "pt.Reservoir(256, every=10)", "read"),
         ):
-            if not hasattr(getattr(self, name), method):
+            if not hasattr(getattr(self, name), method) or isinstance(getattr(self, name), type):
                 raise ValueError(f"Structured got {name}={getattr(self, name)!r}, expected for example {what}")
-        if not isinstance(self.past, int) or self.past < 1:
+        if not isinstance(self.past, int) or isinstance(self.past, bool) or self.past < 1:
             raise ValueError(f"Structured got past={self.past!r}, expected a whole number of at least 1")
 
     def bind(self, space: ParameterSpace, device: torch.device) -> BoundStructured:

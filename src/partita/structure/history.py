@@ -61,11 +61,8 @@ class _Rows:
 
     def __post_init__(self) -> None:
         who = type(self).__name__
-        for name in ("R", "every"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"{who} got {name}={getattr(self, name)!r}, expected a whole number of at least 1")
-        if not isinstance(self.warm_up, int) or self.warm_up < 0:
-            raise ValueError(f"{who} got warm_up={self.warm_up!r}, expected a whole number of steps, 0 or more")
+        _check_whole(who, 1, R=self.R, every=self.every)
+        _check_whole(who, 0, warm_up=self.warm_up)
         if self.burn_in not in ("keep", "drop"):
             raise ValueError(f"{who} got burn_in={self.burn_in!r}, expected 'keep' or 'drop'")
         if self.dtype not in DTYPES:
@@ -96,7 +93,11 @@ class _Rows:
 
 @dataclass(frozen=True)
 class Window(_Rows):
-    """The last R kept states: state s (from 0) goes to row s mod R."""
+    """The last R kept states: state s (from 0) goes to row s mod R.
+
+    R · every must be long against the autocorrelation time, or the chain samples nearly the joint law. A window about as
+    long as SGHMC's oscillation period can make it unstable: more friction or a longer window cures that.
+    """
 
     def write(self, state: State, theta: Tensor) -> None:
         slot = state["seen"] % self.R
@@ -137,6 +138,8 @@ class Ensemble:
     def __post_init__(self) -> None:
         if self.size is not None and (not isinstance(self.size, int) or self.size < 2):
             raise ValueError(f"Ensemble got size={self.size!r}, expected at least 2 chains")
+        _check_whole("Ensemble", 1, every=self.every)
+        _check_whole("Ensemble", 0, warm_up=self.warm_up)
 
     def ensembles(self, C: int) -> int:
         size = C if self.size is None else self.size
@@ -160,4 +163,10 @@ class Ensemble:
         E = self.ensembles(C)
         size = C // E
         row = (torch.rand(E, size * k, M, device=theta.device) * size).long().clamp(max=size - 1)
-        return theta.view(E, size, D).gather(1, row[:, :, labels]).view(C, k, D)
+        return theta.reshape(E, size, D).gather(1, row[:, :, labels]).view(C, k, D)
+
+
+def _check_whole(who: str, least: int, **values: int) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{who} got {name}={value!r}, expected a whole number of at least {least}")

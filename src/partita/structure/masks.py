@@ -31,7 +31,7 @@ class OneGroup:
     count: int | None = None
 
     def __post_init__(self) -> None:
-        _check_count("OneGroup", self.count or 1)
+        _check_count("OneGroup", 1 if self.count is None else self.count)
 
     def sample(self, C: int, M: int, device: torch.device) -> Tensor:
         if self.count is None:
@@ -62,12 +62,13 @@ class Bernoulli:
     nonzero: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rho, (int, float)) or not 0 < self.rho <= 1:
+        if not _is_number(self.rho) or not 0 < self.rho <= 1:
             raise ValueError(f"Bernoulli got rho={self.rho!r}, expected a number in (0, 1]")
         _check_count("Bernoulli", self.count)
 
     def sample(self, C: int, M: int, device: torch.device) -> Tensor:
-        r = torch.rand(C, self.count, M, device=device) < self.rho
+        fine = torch.float64 if self.rho < 1e-3 else torch.float32  # float32 draws are multiples of 2^-24
+        r = torch.rand(C, self.count, M, device=device, dtype=fine) < self.rho
         if not self.nonzero or self.rho == 1:
             return r
         u = torch.rand(C, self.count, 1, device=device, dtype=torch.float64)
@@ -81,7 +82,7 @@ class Bernoulli:
 
     def _some(self, M: int) -> float:
         """P(at least one group is kept) = 1 - (1-ρ)^M."""
-        return -math.expm1(M * math.log1p(-self.rho)) if self.rho < 1 else 1.0
+        return -math.expm1(M * math.log1p(-self.rho)) if self.rho < 1 and M > 1 else self.rho
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,9 @@ class _Moments:
 
 @dataclass(frozen=True)
 class Uniform:
-    """r ~ U(0, 1). normalise="mean": w = 1/(K E r), the paper's energy; "square": w = 1/(K E r²), keeps T = 1."""
+    """r ~ U(0, 1). normalise="mean": w = 1/(K E r), the paper's energy; "square": w = 1/(K E r²), keeps T = 1 in every
+    group, but pulls the mean of the chains with E r/E r² of the likelihood: beside a prior with another centre the mean
+    is that of a posterior with this likelihood power (1.5 for U(0, 1))."""
 
     count: int = 1
     normalise: str = "mean"
@@ -142,7 +145,7 @@ class Beta:
     normalise: str = "mean"
 
     def __post_init__(self) -> None:
-        if not (self.a > 0 and self.b > 0):
+        if not (_is_number(self.a) and _is_number(self.b) and self.a > 0 and self.b > 0):
             raise ValueError(f"Beta got a={self.a!r}, b={self.b!r}, expected numbers above 0")
         _check_continuous("Beta", self.count, self.normalise, self.a / (self.a + self.b))
 
@@ -162,7 +165,7 @@ class Beta:
 
 @dataclass(frozen=True)
 class Gaussian:
-    """r ~ N(mean, sd²). With mean 0 only normalise="square" is defined."""
+    """r ~ N(mean, sd²). With mean 0 only normalise="square" is defined, and then no likelihood pulls the mean (Uniform)."""
 
     mean: float = 1.0
     sd: float = 1.0
@@ -170,8 +173,10 @@ class Gaussian:
     normalise: str = "mean"
 
     def __post_init__(self) -> None:
-        if not self.sd >= 0 or not math.isfinite(self.mean):
-            raise ValueError(f"Gaussian mask got mean={self.mean!r}, sd={self.sd!r}, expected a number and one >= 0")
+        if not _is_number(self.mean) or not _is_number(self.sd) or self.sd < 0 or self.mean == self.sd == 0:
+            raise ValueError(
+                f"Gaussian mask got mean={self.mean!r}, sd={self.sd!r}, expected a number and one >= 0, not both 0"
+            )
         _check_continuous("Gaussian mask", self.count, self.normalise, self.mean)
 
     def sample(self, C: int, M: int, device: torch.device) -> Tensor:
@@ -181,8 +186,12 @@ class Gaussian:
         return _Moments(self.mean, self.mean**2 + self.sd**2).weight(self.count, self.normalise)
 
 
+def _is_number(x: object) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+
+
 def _check_count(who: str, count: int) -> None:
-    if not isinstance(count, int) or count < 1:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ValueError(f"{who} got count={count!r}, expected a whole number of at least 1")
 
 

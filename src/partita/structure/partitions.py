@@ -46,14 +46,14 @@ class Groups:
 
     def describe(self, most: int = 12) -> str:
         """A line per group with its size; the middle of a long list is left out."""
-        sizes, m = self.sizes, self.count
-        total = int(self.labels.numel())
-        head = f"{m:,} group{'s' * (m != 1)} over {total:,} parameters (sizes {min(sizes):,} to {max(sizes):,})"
+        sizes, m = torch.bincount(self.labels, minlength=self.count), self.count
+        total, least, largest = self.labels.numel(), int(sizes.min()), int(sizes.max())
+        head = f"{m:,} group{'s' * (m != 1)} over {total:,} parameters (sizes {least:,} to {largest:,})"
         shown = list(range(m)) if m <= most else [*range(most - 2), m - 1]
         width = max(len(self.name(i)) for i in shown)
-        lines = [f"  {i:>{len(str(m - 1))}}  {self.name(i):<{width}}  {sizes[i]:>9,}" for i in shown]
+        lines = [f"  {i:>{len(str(m - 1))}}  {self.name(i):<{width}}  {int(sizes[i]):>9,}" for i in shown]
         if m > most:
-            lines.insert(-1, f"  … {m - most + 1:,} more")
+            lines.insert(-1, f"  … {m - len(shown):,} more")
         return "\n".join([head, *lines])
 
 
@@ -67,7 +67,9 @@ class Partition:
     def groups(self, space: Space) -> Groups:
         groups = self.rule(space)
         assert groups.labels.shape == (space.dim,)
-        assert min(groups.sizes) > 0
+        sizes = torch.bincount(groups.labels, minlength=groups.count)
+        assert sizes.numel() == groups.count
+        assert bool(sizes.all())
         return groups
 
     def describe(self, space: Space) -> str:
@@ -82,7 +84,7 @@ def joint() -> Partition:
 
 
 def by_layer() -> Partition:
-    return Partition("by_layer()", lambda s: _by_key(s, lambda b: _whole(b, b.layer or "model")))
+    return Partition("by_layer()", lambda s: _by_key(s, lambda b: _whole(b, b.layer)))
 
 
 def by_neuron(side: str = "out") -> Partition:
@@ -96,7 +98,10 @@ def by_neuron(side: str = "out") -> Partition:
             return _whole(b, f"{b.layer}.bias")
         axis = (b.out_axis if side == "out" else 1 - b.out_axis) if len(b.shape) > 1 else 0
         index = torch.arange(b.shape[axis]).reshape([-1 if a == axis else 1 for a in range(len(b.shape))])
-        return [f"{b.layer}[{i}]" for i in range(b.shape[axis])], index.expand(b.shape).reshape(-1)
+        # the inputs of two matrices of one layer (an RNN's x and h) are different neurons, their outputs the same ones
+        owner = b.layer if side == "out" else b.name
+        first = b.shape[axis] * _THIRDS.get(b.name.rpartition(".")[2], 0) if side == "out" else 0
+        return [f"{owner}[{first + i}]" for i in range(b.shape[axis])], index.expand(b.shape).reshape(-1)
 
     return Partition(f"by_neuron(side={side!r})", lambda s: _by_key(s, keys))
 
@@ -150,23 +155,28 @@ def by_name(labels: Mapping[str, Any]) -> Partition:
 
 def from_labels(labels: Tensor | Sequence[int]) -> Partition:
     """Your own labels, [D], which must use every number from 0 to M - 1."""
-    given = torch.as_tensor(labels)
+    given = torch.as_tensor(labels).clone()
 
     def rule(s: Space) -> Groups:
-        if given.dtype.is_floating_point or given.dtype == torch.bool or given.shape != (s.dim,):
+        if given.dtype.is_floating_point or given.is_complex() or given.dtype == torch.bool or given.shape != (s.dim,):
             raise ValueError(
                 f"from_labels got {given.dtype} of shape {tuple(given.shape)}, expected integers [D] = [{s.dim}]"
             )
         used = given.unique().tolist()
         wanted = list(range(len(used)))
         if used != wanted:
-            raise ValueError(f"from_labels got labels with gaps: {_short(used)}, expected {_short(wanted)}")
+            missing, extra = _short(sorted({*wanted} - {*used})), _short(sorted({*used} - {*wanted}))
+            raise ValueError(
+                f"from_labels got labels with gaps: {_short(used)}, expected {_short(wanted)} (0 to M - 1 for their "
+                f"M = {len(used)} values); missing {missing}, unexpected {extra}"
+            )
         return Groups(given.long().clone(), len(used), str)
 
     return Partition(f"from_labels([{given.numel()}])", rule)
 
 
 Keys = tuple[list[str], Tensor]  # the names of a block's groups, and for each of its coordinates the place in that list
+_THIRDS = {"k_proj_weight": 1, "v_proj_weight": 2}  # of MultiheadAttention's in_proj_bias: where their neurons begin
 
 
 def _whole(b: Any, key: str) -> Keys:
@@ -180,16 +190,24 @@ def _by_key(s: Space, keys: Callable[[Any], Keys], own_group: bool = True) -> Gr
     for b in s.blocks:
         names, local = _whole(b, b.name) if own_group and b.name.startswith("likelihood.") else keys(b)
         labels.append(torch.tensor([number.setdefault(k, len(number)) for k in names])[local])
-    return Groups(torch.cat(labels), len(number), list(number).__getitem__)
+    # what lies at the module's root has no path; "model" only as it is shown, since a submodule may be called that
+    shown = ["model" + k if own_group and k[:1] in ("", "[", ".") else k for k in number]
+    return Groups(torch.cat(labels), len(number), shown.__getitem__)
 
 
 def _dealt(s: Space, M: int, deal: Callable[[int], Tensor]) -> Groups:
     own = [b for b in s.blocks if b.name.startswith("likelihood.")]
-    n = s.dim - sum(b.size for b in own)  # they stand at the end of θ
+    rest = torch.ones(s.dim, dtype=torch.bool)
+    for b in own:
+        rest[b.start : b.stop] = False
+    n = int(rest.sum())
     if not isinstance(M, int) or not 1 <= M <= n:
         raise ValueError(f"a partition into M={M!r} groups does not fit: expected a whole number from 1 to {n}")
-    parts = [deal(n), *[torch.full((b.size,), M + i) for i, b in enumerate(own)]]
-    return Groups(torch.cat(parts), M + len(own), lambda i: str(i) if i < M else own[i - M].name)
+    labels = torch.empty(s.dim, dtype=torch.long)
+    labels[rest] = deal(n)
+    for i, b in enumerate(own):
+        labels[b.start : b.stop] = M + i
+    return Groups(labels, M + len(own), lambda i: str(i) if i < M else own[i - M].name)
 
 
 def _short(numbers: list[int]) -> str:

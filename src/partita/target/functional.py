@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import inspect
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +21,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 Forward = Callable[[nn.Module, Any], Any]
 POLICIES = ("recalibrate", "frozen")
+MODES = (
+    "training",
+    "dropout",
+    "momentum",
+    "track_running_stats",
+    "use_nested_tensor",
+    "max_norm",
+)  # of which we change
 
 
 class _Caller(nn.Module):
@@ -37,20 +47,30 @@ class FunctionalModule:
     """f(tree, x) -> output, with every tensor that is not in the tree fixed."""
 
     def __init__(self, module: nn.Module, forward: Forward | None = None, batchnorm: str | None = None):
-        self.norms_name = [n for n, m in module.named_modules() if isinstance(m, _BatchNorm)]
         if batchnorm not in (None, *POLICIES):
             raise ValueError(f"batchnorm is {batchnorm!r}, expected one of {POLICIES}")
+        if forward is not None and not callable(forward):
+            raise ValueError(f"forward is {forward!r}, expected a function (module, x) -> output")
+        self.norms_name = [n for n, m in module.named_modules() if isinstance(m, _BatchNorm)]
         self.batchnorm = (batchnorm or "recalibrate") if self.norms_name else None
         self.copy = _detached_copy(module)
-        _prepare(self.copy)
-        self._norms = [m for m in self.copy.modules() if isinstance(m, _BatchNorm)]
-        self._caller = _Caller(self.copy, forward or default_forward)
+        self._forward = forward or default_forward
+        self._modes = [{k: vars(m)[k] for k in MODES if k in vars(m)} for m in self.copy.modules()]
+        self._trainable = {n for n, p in module.named_parameters() if p.requires_grad}
+        self._written: set[str] = set()
+        self._max_norms = _max_norms(self.copy)
+        _prepare(self.copy, self._max_norms)
+        self._bind()
         if self.batchnorm == "frozen" and any(m.running_mean is None for m in self._norms):
             raise ValueError("batchnorm='frozen' needs running statistics, got a BatchNorm with none")
-        self._plain = [(m, k) for m in self.copy.modules() for k, v in vars(m).items() if isinstance(v, Tensor)]
         if self.batchnorm == "recalibrate":
             for norm in self._norms:
-                _ensure_statistics(norm)
+                _ensure_statistics(norm, next(self.copy.parameters()))
+
+    def _bind(self) -> None:
+        self._norms = [m for m in self.copy.modules() if isinstance(m, _BatchNorm)]
+        self._caller = _Caller(self.copy, self._forward)
+        self._plain = [(m, k) for m in self.copy.modules() for k, v in vars(m).items() if isinstance(v, Tensor)]
 
     def __call__(self, tree: Mapping[str, Tensor], x: Any, statistics: Mapping[str, Tensor] | None = None) -> Any:
         """One forward pass. `statistics` are BatchNorm buffers of one draw; without them the policy's own mode."""
@@ -61,6 +81,14 @@ class FunctionalModule:
                 return self._call(tree, x)
         with self._norm_mode(training=False, tracking=True):
             return self._call({**tree, **statistics}, x)
+
+    def probe(self, tree: Mapping[str, Tensor], x: Any) -> tuple[Any, list[str]]:
+        """The same, and the tensors of the tree that the module writes into: copies from now on."""
+        mine = {k: v.clone() for k, v in tree.items()}
+        before = {k: v._version for k, v in mine.items()}
+        output = self(mine, x)
+        self._written = {k for k, v in mine.items() if v._version != before[k]}
+        return output, sorted(self._written)
 
     @torch.no_grad()
     def recalibrate(self, tree: Mapping[str, Tensor], batches: Iterable[Any]) -> dict[str, Tensor]:
@@ -79,17 +107,68 @@ class FunctionalModule:
         buffers = dict(self.copy.named_buffers())
         return {f"{n}.{k}" if n else k: buffers[f"{n}.{k}" if n else k] for n in self.norms_name for k in keys}
 
+    def module(self, tree: Mapping[str, Tensor]) -> nn.Module:
+        """A new module like the caller's own (its modes, what is trainable in it) that holds these tensors."""
+        twin = _detached_copy(self.copy)
+        state = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
+        with torch.no_grad():
+            for name, value in tree.items():
+                state[name].copy_(value)
+        for m, modes in zip(twin.modules(), self._modes):
+            vars(m).update(modes)
+        for name, p in twin.named_parameters():
+            p.requires_grad_(name in self._trainable)
+        return twin
+
     def moved(self, device: torch.device) -> FunctionalModule:
         """This function with everything fixed on another device."""
-        return FunctionalModule(copy.deepcopy(self.copy).to(device), self._caller._forward, self.batchnorm)
+        twin = copy.copy(self)
+        twin.copy = _detached_copy(self.copy).to(device)
+        twin._bind()
+        return twin
+
+    def fresh(self) -> dict[str, Tensor]:
+        """The parameters {name: tensor} as each layer's own reset_parameters() leaves them; those it reaches."""
+        twin = _detached_copy(self.copy)
+        parameters = {n: p for n, p in twin.named_parameters() if p.is_floating_point()}
+        with torch.no_grad():
+            for p in parameters.values():
+                p.fill_(math.nan)
+            for m in reversed(list(twin.modules())):  # a parent may overrule its children
+                reset = getattr(m, "reset_parameters", None) or getattr(m, "_reset_parameters", None)
+                if callable(reset) and not _needs_arguments(reset):
+                    reset()
+        return {n: p.detach() for n, p in parameters.items() if bool(p.isfinite().all())}
 
     def _call(self, tree: Mapping[str, Tensor], x: Any) -> Any:
-        kept = [(m, k, vars(m)[k]) for m, k in self._plain]
+        """Whatever the call leaves on the modules (hooks of the old weight_norm, caches) is gone after it."""
+        mine = {f"module.{k}": v.clone() if k in self._written else v for k, v in self._cut(tree).items()}
+        if torch.compiler.is_compiling():  # which cannot follow the full account
+            kept = [(vars(m), {k: vars(m)[k]}) for m, k in self._plain]
+            try:
+                return functional_call(self._caller, mine, (x,))
+            finally:
+                for d, old in kept:
+                    d.update(old)
+        before = [(d, dict(d)) for m in self.copy.modules() for d in (vars(m), m._buffers)]
         try:
-            return functional_call(self._caller, {f"module.{k}": v for k, v in tree.items()}, (x,))
-        finally:  # hooks such as the old weight_norm leave tensors of this very call on the module
-            for m, k, v in kept:
-                vars(m)[k] = v
+            return functional_call(self._caller, mine, (x,))
+        finally:
+            for d, old in before:
+                d.clear()
+                d.update(old)
+
+    def _cut(self, tree: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Embedding(max_norm) cuts long rows by writing into its weights; here by a function with a gradient."""
+        if not self._max_norms:
+            return tree
+        fixed = dict(self.copy.named_parameters())
+        cut = {}
+        for name, (most, p) in self._max_norms.items():
+            w = tree.get(name, fixed[name])
+            norm = torch.linalg.vector_norm(w, p, dim=-1, keepdim=True)
+            cut[name] = torch.where(norm > most, w * (most / (norm + 1e-7)), w)
+        return {**tree, **cut}
 
     @contextlib.contextmanager
     def _norm_mode(self, training: bool, tracking: bool) -> Iterator[None]:
@@ -106,38 +185,55 @@ def default_forward(module: nn.Module, x: Any) -> Any:
 
 
 def _detached_copy(module: nn.Module) -> nn.Module:
-    """deepcopy, with the non-leaf tensors some hooks leave on modules (which deepcopy refuses) detached first."""
+    """deepcopy, with the non-leaf tensors that calls and hooks leave on modules (deepcopy refuses them) detached first."""
     memo: dict[int, Any] = {}
     for m in module.modules():
-        for v in vars(m).values():
-            if isinstance(v, Tensor) and not v.is_leaf:
-                memo[id(v)] = v.detach().clone()
-    twin = copy.deepcopy(module, memo)
+        for t in _tensors_in(vars(m)):
+            if not t.is_leaf:
+                memo[id(t)] = t.detach().clone()
+    try:
+        twin = copy.deepcopy(module, memo)
+    except Exception as e:
+        raise ValueError(
+            f"the module cannot be copied ({type(e).__name__}: {str(e).strip().splitlines()[0][:120]}), expected one that "
+            "copy.deepcopy can copy"
+        ) from e
     for p in twin.parameters():
         p.requires_grad_(False)
         p.grad = None
     return twin
 
 
-def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> nn.Module:
-    """A detached copy of `module` that holds these parameters and buffers, trainable as in the original."""
-    twin = _detached_copy(module)
-    state = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
-    with torch.no_grad():
-        for name, value in tree.items():
-            if name in state:  # BatchNorm built without running statistics has nowhere to keep them
-                state[name].copy_(value)
-    for (_, p), (_, q) in zip(twin.named_parameters(), module.named_parameters()):
-        p.requires_grad_(q.requires_grad)
-    return twin
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in an attribute and in the containers it is made of."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for v in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(v)
 
 
-def _prepare(module: nn.Module) -> None:
+def _needs_arguments(function: Callable[..., Any]) -> bool:
+    empty = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(p.default is p.empty and p.kind not in empty for p in inspect.signature(function).parameters.values())
+
+
+def _max_norms(module: nn.Module) -> dict[str, tuple[float, float]]:
+    """{parameter: (max_norm, p)} of embeddings that cut their rows. Not of tied ones, whose other user sees the cuts."""
+    every = [id(p) for _, p in module.named_parameters(remove_duplicate=False)]
+    found = {}
+    for n, m in module.named_modules():
+        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.max_norm is not None and every.count(id(m.weight)) == 1:
+            found[f"{n}.weight" if n else "weight"] = (float(m.max_norm), float(m.norm_type))
+    return found
+
+
+def _prepare(module: nn.Module, max_norms: Container[str]) -> None:
     """Put the private copy into the mode that samples right (see the head of this file)."""
     module.eval()
-    for m in module.modules():
+    for name, m in module.named_modules():
         if isinstance(m, nn.RNNBase):
-            m.train()  # cuDNN's backward exists in training mode only
+            m.training = True  # cuDNN's backward exists in training mode only
             m.dropout = 0.0
         elif isinstance(m, nn.MultiheadAttention):
             m.training = True  # itself, not its children: the fused inference path is taken in eval only
@@ -146,13 +242,18 @@ def _prepare(module: nn.Module) -> None:
             m.training = True
         elif isinstance(m, nn.TransformerEncoder):
             m.use_nested_tensor = False
+        elif isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and f"{name}.weight".lstrip(".") in max_norms:
+            m.max_norm = None
 
 
-def _ensure_statistics(norm: nn.Module) -> None:
-    """Give BatchNorm layers built without running statistics the buffers that recalibration fills."""
+def _ensure_statistics(norm: nn.Module, like: Tensor) -> None:
+    """Give BatchNorm layers built without running statistics the buffers that recalibration fills. They are not in
+    the state_dict, which stays that of the caller's module."""
     assert isinstance(norm, _BatchNorm)
     norm.momentum = None
     if norm.running_mean is None:
-        norm.register_buffer("running_mean", torch.zeros(norm.num_features))
-        norm.register_buffer("running_var", torch.ones(norm.num_features))
-        norm.register_buffer("num_batches_tracked", torch.tensor(0))
+        like = like if norm.weight is None else norm.weight
+        zeros = torch.zeros(norm.num_features, dtype=like.dtype, device=like.device)
+        norm.register_buffer("running_mean", zeros, persistent=False)
+        norm.register_buffer("running_var", zeros + 1, persistent=False)
+        norm.register_buffer("num_batches_tracked", torch.tensor(0, device=like.device), persistent=False)

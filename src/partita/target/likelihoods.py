@@ -3,7 +3,7 @@
 Shapes: B rows, K classes, T tokens; `output` is what the network returns for B rows, `y` the B targets, the result [B].
 A likelihood with parameters of its own names them in `parameters()`; they join θ as "likelihood.<name>".
 
-Anything with these five methods is a likelihood; a plain function (output, y) -> [B] is one too (see `as_likelihood`).
+Anything with these six methods is a likelihood; a plain function (output, y) -> [B] is one too (see `as_likelihood`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from partita.target.trees import leaves
+
 Params = Mapping[str, Tensor]
+
+
+METHODS = ("parameters", "prior_energy", "sample", "log_prob", "check", "predict")
 
 
 class Likelihood(Protocol):
@@ -26,6 +32,9 @@ class Likelihood(Protocol):
 
     def prior_energy(self, params: Params) -> Tensor:
         """-log of the prior over its own parameters, a scalar."""
+
+    def sample(self, n: int) -> dict[str, Tensor]:
+        """n draws of its own parameters from their prior, {name: [n, *shape]} (for init="prior")."""
 
     def log_prob(self, output: Any, y: Tensor, params: Params) -> Tensor:
         """log p(y_b | output_b), [B]."""
@@ -41,6 +50,9 @@ class _NoParameters:
     def parameters(self) -> dict[str, Tensor]:
         return {}
 
+    def sample(self, n: int) -> dict[str, Tensor]:
+        return {}
+
     def prior_energy(self, params: Params) -> Tensor:
         return torch.zeros(())
 
@@ -54,10 +66,14 @@ class Categorical(_NoParameters):
 
     ignore: int = -100
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.ignore, Integral):
+            raise ValueError(f"Categorical got ignore={self.ignore!r}, expected a whole number")
+
     def log_prob(self, output: Tensor, y: Tensor, params: Params) -> Tensor:
         k = output.shape[-1]
         nll = F.cross_entropy(
-            output.reshape(-1, k).float(), y.reshape(-1).long(), reduction="none", ignore_index=self.ignore
+            _wide(output).reshape(-1, k), y.reshape(-1).long(), reduction="none", ignore_index=self.ignore
         )
         return -nll.reshape(y.shape[0], -1).sum(1)
 
@@ -68,7 +84,7 @@ class Categorical(_NoParameters):
         want = f"targets [N{', T' * (logits.dim() - 2)}] for logits {_show(logits)}"
         if logits.dim() < 2 or y.dim() != logits.dim() - 1 or y.shape[1:] != logits.shape[1:-1]:
             raise ValueError(f"Categorical got targets of shape {tuple(y.shape)}, expected {want}")
-        kept = y[y != self.ignore]
+        kept = y[y.long() != self.ignore]
         if kept.numel() and (int(kept.min()) < 0 or int(kept.max()) >= logits.shape[-1]):
             raise ValueError(
                 f"Categorical got class indices from {int(kept.min())} to {int(kept.max())}, "
@@ -76,7 +92,7 @@ class Categorical(_NoParameters):
             )
 
     def predict(self, output: Tensor, params: Params) -> dict[str, Tensor]:
-        return {"probs": output.float().softmax(-1)}
+        return {"probs": _wide(output).softmax(-1)}
 
 
 @dataclass(frozen=True)
@@ -84,7 +100,7 @@ class Bernoulli(_NoParameters):
     """y log σ(o) + (1 - y) log σ(-o); logits and targets of one shape [B] or [B, L] (labels summed over a row)."""
 
     def log_prob(self, output: Tensor, y: Tensor, params: Params) -> Tensor:
-        o = output.float()
+        o = _wide(output)
         return -F.binary_cross_entropy_with_logits(o, y.to(o.dtype), reduction="none").reshape(y.shape[0], -1).sum(1)
 
     def check(self, output: Any, y: Tensor) -> None:
@@ -94,7 +110,7 @@ class Bernoulli(_NoParameters):
             raise ValueError(f"Bernoulli got targets from {y.min().item():g} to {y.max().item():g}, expected 0 or 1")
 
     def predict(self, output: Tensor, params: Params) -> dict[str, Tensor]:
-        return {"probs": output.float().sigmoid()}
+        return {"probs": _wide(output).sigmoid()}
 
 
 @dataclass(frozen=True)
@@ -110,9 +126,11 @@ class Gaussian:
     log_scale_sd: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.scale != "learn" and not (isinstance(self.scale, (int, float)) and self.scale > 0):
+        if self.scale != "learn" and not (isinstance(self.scale, Real) and 0 < float(self.scale) < math.inf):
             raise ValueError(f"Gaussian got scale={self.scale!r}, expected a number above 0 or 'learn'")
-        if self.log_scale_sd <= 0:
+        if not (isinstance(self.log_scale_loc, Real) and math.isfinite(self.log_scale_loc)):
+            raise ValueError(f"Gaussian got log_scale_loc={self.log_scale_loc!r}, expected a number")
+        if not (isinstance(self.log_scale_sd, Real) and 0 < float(self.log_scale_sd) < math.inf):
             raise ValueError(f"Gaussian got log_scale_sd={self.log_scale_sd!r}, expected a number above 0")
 
     def parameters(self) -> dict[str, Tensor]:
@@ -124,14 +142,19 @@ class Gaussian:
         z = (params["log_scale"] - self.log_scale_loc) / self.log_scale_sd
         return 0.5 * z**2 + math.log(self.log_scale_sd * math.sqrt(2 * math.pi))
 
+    def sample(self, n: int) -> dict[str, Tensor]:
+        loc, sd = float(self.log_scale_loc), float(self.log_scale_sd)
+        return {"log_scale": loc + sd * torch.randn(n)} if self.scale == "learn" else {}
+
     def _log_scale(self, params: Params, like: Tensor) -> Tensor:
         if self.scale == "learn":
             return params["log_scale"]
         return torch.full((), math.log(float(self.scale)), dtype=like.dtype, device=like.device)
 
     def log_prob(self, output: Tensor, y: Tensor, params: Params) -> Tensor:
-        log_scale = self._log_scale(params, output)
-        z = (y - output) * torch.exp(-log_scale)
+        o = _wide(output)
+        log_scale = self._log_scale(params, o)
+        z = (y.to(o.dtype) - o) * torch.exp(-log_scale)
         return (-0.5 * z**2 - log_scale - 0.5 * math.log(2 * math.pi)).reshape(y.shape[0], -1).sum(1)
 
     def check(self, output: Any, y: Tensor) -> None:
@@ -140,7 +163,8 @@ class Gaussian:
             raise ValueError(f"Gaussian got targets of dtype {y.dtype}, expected a real floating dtype")
 
     def predict(self, output: Tensor, params: Params) -> dict[str, Tensor]:
-        return {"mean": output, "sd": self._log_scale(params, output).exp().expand(output.shape)}
+        o = _wide(output)
+        return {"mean": o, "sd": self._log_scale(params, o).exp().expand(o.shape)}
 
 
 @dataclass(frozen=True)
@@ -153,15 +177,23 @@ class FromFunction(_NoParameters):
         return self.function(output, y)
 
     def check(self, output: Any, y: Tensor) -> None:
-        return None
+        self.predict(output, {})
 
     def predict(self, output: Any, params: Params) -> dict[str, Tensor]:
-        return {"output": _tensor(output)}
+        """The network's own output, every tensor of it: nobody said what it means."""
+        found = dict(leaves(output, "output"))
+        return {path: _tensor(t) for path, t in found.items()}
 
 
 def as_likelihood(likelihood: Any) -> Likelihood:
     """The likelihood itself, or one made of a plain function."""
     if hasattr(likelihood, "log_prob") and not isinstance(likelihood, type):
+        missing = [m for m in METHODS if not callable(getattr(likelihood, m, None))]
+        if missing:
+            raise ValueError(
+                f"likelihood is a {type(likelihood).__name__} without {', '.join(missing)}, expected the methods "
+                f"{', '.join(METHODS)}, or a function (output, y) -> [B]"
+            )
         return likelihood
     if isinstance(likelihood, type) or not callable(likelihood):
         raise ValueError(
@@ -179,6 +211,11 @@ def check_per_datum(log_prob: Any, rows: int) -> None:
             f"the likelihood returned {came} for {rows} rows, expected [B] = [{rows}]: "
             "one log-probability per datum, neither summed nor averaged"
         )
+
+
+def _wide(t: Tensor) -> Tensor:
+    """At least float32: half precision cannot sum log-probabilities."""
+    return t if t.dtype == torch.float64 else t.float()
 
 
 def _tensor(output: Any) -> Tensor:

@@ -11,15 +11,17 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from partita.target.functional import Forward, FunctionalModule, load_tree
+from partita.target.functional import Forward, FunctionalModule
 from partita.target.likelihoods import as_likelihood, check_per_datum
 from partita.target.priors import BoundPrior, Normal, Prior
 from partita.target.space import LIKELIHOOD, ParameterSpace
+from partita.target.trees import leaves
 
 Batch = tuple[Any, Tensor] | None
 
@@ -76,11 +78,11 @@ class Posterior:
         self.temperature = _positive("temperature", temperature)
         self.likelihood_power = _positive("likelihood_power", likelihood_power)
         self.model, self.likelihood, self.prior = model, as_likelihood(likelihood), prior or Normal(1.0)
-        if not hasattr(self.prior, "bind"):
+        if not hasattr(self.prior, "bind") or isinstance(self.prior, type):
             raise ValueError(f"prior is {prior!r}, expected pt.Normal(...), pt.Laplace(...) or pt.StudentT(...)")
         weights = ParameterSpace.of_module(model, random)
         own = {LIKELIHOOD + k: v for k, v in self.likelihood.parameters().items()}
-        self.space = weights.extend(own)
+        self.space, self._own = weights.extend(own), tuple(own)
         self._weights_dim = weights.dim
         self._bound: BoundPrior = self.prior.bind(weights)
         self.network = FunctionalModule(model, forward, batchnorm)
@@ -95,7 +97,7 @@ class Posterior:
     def split(self, theta: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """θ [D] -> the module's tensors, the likelihood's own."""
         tree = self.space.tree(theta)
-        own = {k.removeprefix(LIKELIHOOD): tree.pop(k) for k in list(tree) if k.startswith(LIKELIHOOD)}
+        own = {k.removeprefix(LIKELIHOOD): tree.pop(k) for k in self._own}
         return tree, own
 
     def log_likelihood(self, theta: Tensor, batch: Batch) -> Tensor:
@@ -122,16 +124,16 @@ class Posterior:
     # -- predictions -------------------------------------------------------------------------------------------------
     def predict(self, theta: Tensor, x: Any, statistics: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """What the draw θ [D] predicts at x: {"probs": [n, ...]} or {"mean": ..., "sd": ...}."""
-        tree, own = self.split(theta)
+        tree, own = self.split(theta.clone())  # a module that writes into its weights must not write into draws
         return self.likelihood.predict(self.network(tree, x, statistics), own)
 
     def recalibrate(self, theta: Tensor, batches: Iterable[Any]) -> dict[str, Tensor]:
         """BatchNorm statistics of the draw θ [D] over input batches; {} when the policy needs none."""
-        return self.network.recalibrate(self.split(theta)[0], batches)
+        return self.network.recalibrate(self.split(theta.clone())[0], batches)
 
     def module(self, theta: Tensor, statistics: Mapping[str, Tensor] | None = None) -> nn.Module:
         """A new module that holds θ [D]."""
-        return load_tree(self.model, {**self.split(theta)[0], **(statistics or {})})
+        return self.network.module({**self.split(theta)[0], **(statistics or {})})
 
     # -- starting points and checks ----------------------------------------------------------------------------------
     def start(self, how: str, chains: int) -> Tensor:
@@ -141,27 +143,16 @@ class Posterior:
         prior = here.clone()
         prior[:, : self._weights_dim] = self._bound.sample(chains)
         if how == "prior":
-            return prior
+            own = {LIKELIHOOD + k: v for k, v in self.likelihood.sample(chains).items()}
+            return self.space.flatten({**self.space.tree(prior), **own})
         if how == "fresh":
             return torch.stack([self._fresh(p) for p in prior])
         raise ValueError(f"init is {how!r}, expected 'fresh', 'module', 'prior', 'map' or a tensor [D] or [C, D]")
 
     def _fresh(self, prior: Tensor) -> Tensor:
         """[D]: what each layer's own reset_parameters() gives; what no reset reaches is drawn from the prior."""
-        twin = copy.deepcopy(self.network.copy)
-        parameters = dict(twin.named_parameters())
-        with torch.no_grad():
-            for p in parameters.values():
-                p.fill_(math.nan)
-            for m in reversed(list(twin.modules())):  # a parent may overrule its children
-                reset = getattr(m, "reset_parameters", None) or getattr(m, "_reset_parameters", None)
-                if callable(reset):
-                    reset()
-            tree = self.space.tree(prior)
-            for name in tree:
-                if name in parameters and bool(parameters[name].isfinite().all()):
-                    tree[name] = parameters[name]
-        return self.space.flatten(tree)
+        reset = {k: v for k, v in self.network.fresh().items() if k in self.space.names}
+        return self.space.flatten({**self.space.tree(prior), **reset})
 
     def check(self, batch: Batch, y_all: Tensor) -> None:
         """Refuse, before any work, data or a likelihood that do not fit: `batch` a few rows, `y_all` every target."""
@@ -170,15 +161,18 @@ class Posterior:
         theta = self.space.values
         try:
             with torch.no_grad():
-                output = self.network(self.split(theta)[0], x)
+                output, written = self.network.probe(self.split(theta)[0], x)
         except Exception as e:
-            raise ValueError(
-                f"the forward pass failed on the first {y.shape[0]} rows: {type(e).__name__}: "
-                f"{str(e).strip().splitlines()[0] if str(e).strip() else ''}"
-            ) from e
+            raise forward_failed(e, x, self.space.values.dtype) from e
         if isinstance(output, Tensor) and (output.dim() == 0 or output.shape[0] != y.shape[0]):
             raise ValueError(
                 f"the network returned {tuple(output.shape)} for {y.shape[0]} rows, expected [{y.shape[0]}, ...]"
+            )
+        if written:
+            warnings.warn(
+                f"the module writes into its own weights {written}: they are written into copies, and the gradient is "
+                "taken as if they were not",
+                stacklevel=5,
             )
         self.likelihood.check(output, y_all)
         with torch.no_grad():
@@ -188,7 +182,7 @@ class Posterior:
     def to(self, device: torch.device) -> Posterior:
         """The same posterior with everything fixed on that device."""
         twin = copy.copy(self)
-        twin.network = copy.copy(self.network).moved(device)
+        twin.network = self.network.moved(device)
         twin.space = ParameterSpace(self.space.blocks, self.space.values.to(device))
         twin._bound = self._bound.to(device)
         return twin
@@ -220,6 +214,8 @@ class Density:
         likelihood_power: float = 1.0,
         dtype: torch.dtype = torch.float32,
     ):
+        if not callable(log_prob):
+            raise ValueError(f"log_prob is {log_prob!r}, expected a function theta [D] -> scalar")
         if (dim is None) == (shapes is None):
             raise ValueError(f"Density got dim={dim} and shapes={shapes}, expected exactly one of them")
         if dim is not None and (not isinstance(dim, int) or dim < 1):
@@ -229,10 +225,11 @@ class Density:
         self.log_prob, self.log_prior, self.has_prior = log_prob, log_prior, log_prior is not None
         named = dict(shapes) if shapes is not None else {"theta": (dim or 0,)}
         self.space = ParameterSpace.of_tensors({k: torch.zeros(s, dtype=dtype) for k, s in named.items()})
-        value = log_prob(self.space.values)
-        if not isinstance(value, Tensor) or value.dim() != 0:
-            came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"log_prob returned {came} for theta [{self.space.dim}], expected a scalar tensor")
+        for name, f in (("log_prob", log_prob), ("log_prior", log_prior)):
+            value = f(self.space.values) if callable(f) else f
+            if f is not None and (not isinstance(value, Tensor) or value.dim() != 0):
+                came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(f"{name} gave {came} for theta [{self.space.dim}], expected a scalar tensor")
 
     def likelihood_energy(self, theta: Tensor, batch: Batch, n: int) -> Tensor:
         return -self.likelihood_power * self.log_prob(theta)
@@ -259,7 +256,17 @@ class Density:
         return f"Density(D={self.space.dim}, temperature={self.temperature:g})"
 
 
-def _positive(name: str, value: float) -> float:
-    if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+def forward_failed(e: Exception, x: Any, dtype: torch.dtype) -> ValueError:
+    """The error of a network that could not be called with these inputs."""
+    said = str(e).strip().splitlines()
+    got = ", ".join(f"{path} {list(t.shape)} {str(t.dtype)[6:]}" for path, t in leaves(x))
+    return ValueError(
+        f"the forward pass failed with {type(e).__name__}: {said[0][:200] if said else ''}; got {got} for a module of "
+        f"{str(dtype)[6:]}, expected inputs it can be called with (forward=lambda module, x: ... says how)"
+    )
+
+
+def _positive(name: str, value: Any) -> float:
+    if not isinstance(value, Real) or not 0 < float(value) < math.inf:
         raise ValueError(f"{name} is {value!r}, expected a number above 0")
     return float(value)

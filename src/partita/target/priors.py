@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Protocol
 
 import torch
@@ -104,7 +106,7 @@ class StudentT:
     loc: float | str = 0.0
 
     def __post_init__(self) -> None:
-        if not self.df > 0:
+        if not (isinstance(self.df, Real) and 0 < float(self.df) < math.inf):
             raise ValueError(f"StudentT got df={self.df!r}, expected a number above 0")
 
     def bind(self, space: ParameterSpace) -> BoundPrior:
@@ -123,8 +125,8 @@ class StudentT:
 def _loc(loc: float | str, space: ParameterSpace) -> Tensor:
     if loc == "module":
         return space.values.clone()
-    if isinstance(loc, str) or not math.isfinite(loc):
-        raise ValueError(f"prior loc is {loc!r}, expected a number or 'module'")
+    if not isinstance(loc, Real) or not math.isfinite(loc):
+        raise ValueError(f"prior loc is {reprlib.repr(loc)}, expected a number or 'module'")
     centre = torch.full((space.dim,), float(loc), dtype=space.values.dtype)
     for b in space.blocks:
         if b.is_norm_scale and loc == 0:
@@ -144,7 +146,8 @@ def _scale(scale: Scales, space: ParameterSpace) -> Tensor:
                 "matches it (add '*' as the last one for the rest)"
             )
         gain = chosen.gain if isinstance(chosen, FanIn) else chosen
-        if not isinstance(gain, (int, float)) or not 0 < gain < math.inf:
-            raise ValueError(f"prior scale for {b.name!r} is {chosen!r}, expected a number above 0 or pt.FanIn(gain)")
-        spread[b.start : b.stop] = gain / math.sqrt(b.fan_in) if isinstance(chosen, FanIn) else gain
+        if not isinstance(gain, Real) or not 0 < float(gain) < math.inf:
+            got = " ".join(reprlib.repr(chosen).split())
+            raise ValueError(f"prior scale for {b.name!r} is {got}, expected a number above 0 or pt.FanIn(gain)")
+        spread[b.start : b.stop] = float(gain) / math.sqrt(b.fan_in) if isinstance(chosen, FanIn) else float(gain)
     return spread

@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 _PARAMETRIZED = re.compile(r"\.parametrizations\.(\w+)\.original\d*$")
 _RNN_LEAF = re.compile(r"_(l\d+(?:_reverse)?)$")
 LIKELIHOOD = "likelihood."
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,21 @@ class ParameterSpace:
     def of_module(cls, module: nn.Module, random: str | Iterable[str] | None = None) -> ParameterSpace:
         """θ = the trainable parameters of `module`, or those whose names match a pattern; tied ones count once."""
         parameters = dict(module.named_parameters())  # each tensor once, under its first name
+        first = {id(p): n for n, p in parameters.items()}
         for name, p in parameters.items():
             if isinstance(p, nn.parameter.UninitializedParameter):
                 raise ValueError(f"parameter {name!r} is lazy and has no shape yet: call the module once first")
         if random is None:
             chosen = [n for n, p in parameters.items() if p.requires_grad]
         else:
-            chosen = match_names([random] if isinstance(random, str) else list(random), list(parameters))
+            patterns = (
+                [random] if isinstance(random, str) else list(random) if isinstance(random, Iterable) else [random]
+            )
+            if not patterns or not all(isinstance(p, str) for p in patterns):
+                raise ValueError(f"random is {random!r}, expected a name pattern such as 'head.*', or several")
+            every = dict(module.named_parameters(remove_duplicate=False))
+            hit = {first[id(every[n])] for n in match_names(patterns, list(every))}
+            chosen = [n for n in parameters if n in hit]
         if not chosen:
             raise ValueError(
                 f"no random parameter: got a {type(module).__name__} with {len(parameters)} parameters and none "
@@ -96,7 +106,9 @@ class ParameterSpace:
         for name, t in tensors.items():
             owner = (owners or {}).get(name.rpartition(".")[0])
             block = Block(name, tuple(t.shape), t.dtype, start, layer_of(name))
-            block = replace(block, out_axis=_out_axis(owner, block.shape), is_norm_scale=_is_norm_scale(owner, name))
+            block = replace(
+                block, out_axis=_out_axis(owner, block.shape), is_norm_scale=_is_norm_scale(owner, name, block.shape)
+            )
             blocks.append(block)
             start += block.size
         flat = [t.detach().reshape(-1).to(dtype) for t in tensors.values()]
@@ -106,6 +118,8 @@ class ParameterSpace:
         """The same space with more tensors at its end."""
         if not tensors:
             return self
+        if twice := set(self.names) & set(tensors):
+            raise ValueError(f"the names {sorted(twice)} are taken by the module: got them twice, expected new ones")
         blocks, start, flat = list(self.blocks), self.dim, [self.values]
         for name, t in tensors.items():
             blocks.append(Block(name, tuple(t.shape), self.values.dtype, start, layer_of(name)))
@@ -119,7 +133,7 @@ class ParameterSpace:
             raise ValueError(f"theta has {theta.shape[-1]} entries in its last axis, expected D = {self.dim}")
         lead = theta.shape[:-1]
         parts = theta.split(self.sizes, dim=-1)
-        return {b.name: p.reshape(*lead, *b.shape).to(b.dtype) for b, p in zip(self.blocks, parts)}
+        return {b.name: p.reshape((*lead, *b.shape)).to(b.dtype) for b, p in zip(self.blocks, parts)}
 
     def flatten(self, tree: Mapping[str, Tensor]) -> Tensor:
         """{name: [..., *shape]} -> θ [..., D]."""
@@ -165,8 +179,10 @@ def layer_of(name: str) -> str:
     return ".".join(p for p in parts if p)
 
 
-def _is_norm_scale(owner: nn.Module | None, name: str) -> bool:
-    return owner is not None and "norm" in type(owner).__name__.lower() and name.rpartition(".")[2] == "weight"
+def _is_norm_scale(owner: nn.Module | None, name: str, shape: tuple[int, ...]) -> bool:
+    if owner is None or name.rpartition(".")[2] != "weight":
+        return False
+    return isinstance(owner, _NORMS) or ("norm" in type(owner).__name__.lower() and len(shape) == 1)
 
 
 def _out_axis(owner: nn.Module | None, shape: tuple[int, ...]) -> int:

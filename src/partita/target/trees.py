@@ -48,10 +48,23 @@ def as_tensors(tree: Any, path: str = "x") -> Any:
     if isinstance(tree, (tuple, list)):
         return tuple(as_tensors(v, f"{path}[{i}]") for i, v in enumerate(tree))
     if isinstance(tree, np.ndarray):
-        return torch.from_numpy(tree)
+        return _from_numpy(tree, path)
     if not isinstance(tree, Tensor):
         raise ValueError(f"{path} is a {type(tree).__name__}, expected a tensor, an array, or tuples or dicts of them")
     return tree
+
+
+def _from_numpy(a: np.ndarray, path: str) -> Tensor:
+    """Without a copy where torch can share it: not of arrays that are read-only, reversed or in foreign byte order."""
+    if a.dtype.kind not in "biufc":
+        raise ValueError(f"{path} is an array of dtype {a.dtype}, expected numbers")
+    native = a.astype(a.dtype.newbyteorder("="), copy=False)
+    if not native.flags.writeable or any(s < 0 for s in native.strides):
+        native = native.copy()
+    try:
+        return torch.from_numpy(native)
+    except TypeError:
+        raise ValueError(f"{path} is an array of dtype {a.dtype}, expected one that torch has too") from None
 
 
 def rows(tree: Any) -> int:

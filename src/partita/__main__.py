@@ -1,0 +1,5 @@
+"""`python -m partita`."""
+
+from partita.cli import app
+
+app()

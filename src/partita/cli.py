@@ -1,0 +1,103 @@
+"""The command `partita`."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+if TYPE_CHECKING:
+    from partita.laws.report import Outcome
+
+MOST_ROWS = 400  # rows printed one by one; of a longer table only those that fail
+
+app = typer.Typer(
+    help="Posterior sampling for neural networks, in parts.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+console = Console(highlight=False)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("demo"),
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+) -> None:
+    """Sample two posteriors and draw them: a regression with a known answer, and a network on handwritten digits."""
+    from partita.demo import run_demo
+
+    run_demo(out, seed, console)
+
+
+@app.command()
+def laws(
+    full: Annotated[bool, typer.Option("--full", help="The whole product instead of a pairwise cover.")] = False,
+    only: Annotated[str, typer.Option(help="Only rows whose name holds this text, for example 'SGHMC · S'.")] = "",
+    seeds: Annotated[int, typer.Option(min=1, help="Repeat the table with this many seeds.")] = 1,
+    jobs: Annotated[int, typer.Option(min=0, help="Processes at once (0: one a core).")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write the table to this Markdown file.")] = None,
+) -> None:
+    """Test every sampler, structure, mask and history against its exact law. Exit code 1 when a row fails."""
+    from partita.laws import report
+
+    chosen = report.rows(full, only)
+    if not chosen:
+        console.print(f"no row of the table holds {only!r}: try 'SGLD', 'Bernoulli', 'Ensemble' or 'regression'")
+        raise typer.Exit(2)
+    outcomes = []
+    with console.status("") as status:
+        for o in report.run_rows(chosen, seeds, jobs or None):
+            outcomes.append(o)
+            status.update(f"{len(outcomes):,} of {len(chosen) * seeds:,} rows")
+    place = {str(r): i for i, r in enumerate(chosen)}
+    outcomes.sort(key=lambda o: (place[o.name], o.seed))
+    for o in outcomes:
+        if len(outcomes) <= MOST_ROWS or not o.passed:
+            console.print(_line(o))
+    console.print()
+    for name, group in _by_sampler(outcomes).items():
+        worst = max((o.result.z for o in group if o.result), default=float("nan"))
+        failed = sum(not o.passed for o in group)
+        state = "[green]exact[/green]" if not failed else f"[red]{failed} fail[/red]"
+        console.print(f"  {name:<16} {len(group):>5,} rows   worst {worst:5.2f} standard errors   {state}")
+    console.print(f"\n{report.false_alarms(outcomes)}")
+    if out is not None:
+        machine = f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()} CPU."
+        out.write_text(report.markdown(outcomes, "The law table" + (", whole" if full else ""), machine))
+        console.print(f"written to {out}")
+    if any(not o.passed for o in outcomes):
+        raise typer.Exit(1)
+
+
+def _line(o: Outcome) -> str:
+    r = o.result
+    what = f"{r.z:5.2f} {r.where:<9}" if r else f"    – {escape(o.error)}"
+    return f"{'[green]ok  [/green]' if o.passed else '[red]FAIL[/red]'} {what} {escape(r.name if r else o.name)}"
+
+
+def _by_sampler(outcomes: list[Outcome]) -> dict[str, list[Outcome]]:
+    groups: dict[str, list[Outcome]] = {}
+    for o in outcomes:
+        groups.setdefault(o.name.split(" · ")[0].split("/")[0], []).append(o)
+    return groups
+
+
+@app.callback(invoke_without_command=True)
+def main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        import partita
+
+        console.print(f"partita {partita.__version__}")
+        raise typer.Exit()
+
+
+if __name__ == "__main__":
+    app()
