@@ -211,10 +211,10 @@ def test_an_ensemble_reads_its_own_present_states_uniformly_itself_included(size
         mine = torch.arange(C) // s == c // s
         assert (counts[~mine] == 0).all()  # never from another ensemble
         assert uniform(counts[mine]) > SMALL  # itself as often as any other
-    row = past.long() % s  # chains, compositions and groups draw independently
-    a, b = row[0, 0], row[1, -1]
-    assert uniform(torch.bincount(a * s + b, minlength=s * s)) > SMALL
-    assert uniform(torch.bincount(a[:-1] * s + a[1:], minlength=s * s)) > SMALL
+    row = past.long() % s  # chains (of one ensemble or of two), compositions and groups draw independently
+    assert uniform(torch.bincount(row[0, 0, :-1] * s + row[0, 0, 1:], minlength=s * s)) > SMALL
+    for a, b in itertools.combinations(row.flatten(0, 1), 2):
+        assert uniform(torch.bincount(a * s + b, minlength=s * s)) > SMALL
 
 
 def test_an_ensembles_groups_are_read_whole_and_follow_theta() -> None:

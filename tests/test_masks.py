@@ -53,6 +53,7 @@ LAWS = {
     "Beta(1, 3) square": Law(Beta(1, 3, 2, "square"), 2, 1 / 4, 1 / 10, 5, 1, 5 / 8, REAL),
     "N(1, .5²)": Law(Gaussian(1, 0.5, 2), 2, 1, 1.25, 1 / 2, 1.25, 1, REAL),
     "N(1, 0)": Law(Gaussian(1.0, 0.0), 1, 1, 1, 1, 1, 1, REAL, fixed=True),
+    "N(1, .5²) square": Law(Gaussian(1, 0.5, 2, "square"), 2, 1, 1.25, 1 / 2.5, 1, 1 / 1.25, REAL),
     "N(0, 1) square": Law(Gaussian(0, 1, 2, "square"), 2, 0, 1, 1 / 2, 1, 0, REAL),
     "N(-1, 1)": Law(Gaussian(-1, 1), 1, -1, 2, -1, -2, -1, REAL),
 }
@@ -83,7 +84,7 @@ def test_shape_dtype_device(law: Law, device: str) -> None:
     assert r.device.type == device
 
 
-def test_binding_s_to_many_groups_takes_no_memory() -> None:
+def test_s_over_many_groups_has_its_shape_without_its_memory() -> None:
     assert OneGroup().sample(1, 1_000_000, torch.device("meta")).shape == (1, 1_000_000, 1_000_000)
 
 
@@ -227,6 +228,11 @@ def test_beta_with_tiny_shapes_has_no_nan_and_the_right_law() -> None:
     empirical = np.searchsorted(np.sort(r.double().numpy()), grid, side="right") / len(r)
     assert np.abs(empirical - stats.beta(0.01, 0.01).cdf(grid)).max() < 1.95 / math.sqrt(len(r))
     assert ((Beta(1e-4, 1e-4).sample(10_000, 2, CPU) - 0.5).abs() <= 0.5).all()
+
+
+def test_beta_survives_a_uniform_draw_of_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *shape, device: torch.zeros(shape, device=device))  # once in 2^24 draws
+    assert Beta(0.01, 0.01).sample(100, 2, CPU).isfinite().all()
 
 
 def test_uniform_and_gaussian_follow_scipys() -> None:

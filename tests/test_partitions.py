@@ -277,6 +277,7 @@ def test_from_labels_refuses_what_does_not_fit() -> None:
         ([0, 0, 1, 3, 3, 1], ["gaps: {0, 1, 3}", "expected {0, 1, 2}", "missing {2}", "unexpected {3}"]),
         ([1, 1, 1, 2, 2, 2], ["{1, 2}", "expected {0, 1}", "missing {0}"]),
         ([-1, 0, 1, 0, 1, 0], ["{-1, 0, 1}", "expected {0, 1, 2}"]),
+        ([-1, 1, 1, -1, 1, 1], ["{-1, 1}", "missing {0}, unexpected {-1}"]),
     ):
         said = refusal(partitions.from_labels(labels), space)
         assert all(w in said for w in words), said

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -52,10 +52,10 @@ def test_cyclical() -> None:
 
 
 @FAST
-@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 40))
-def test_a_cycle_restarts_at_the_top_wherever_its_start_is_a_whole_step(cycles: int, length: int, k: int) -> None:
+@given(st.integers(1, 40), st.integers(1, 100), st.integers(0, 40))
+@example(6, 20, 3)
+def test_a_cycle_restarts_at_the_top_wherever_its_start_is_a_whole_step(cycles: int, horizon: int, k: int) -> None:
     """Not at the bottom, as when horizon/cycles is rounded: 20 steps of 6 cycles start one at step 10."""
-    horizon = 3 * length
     t, rest = divmod(k % cycles * horizon, cycles)
     if rest == 0 and t < horizon:
         assert Cyclical(1.0, cycles, 0.1)(t, horizon) == 1.0
@@ -249,8 +249,8 @@ def test_an_always_adapting_psgld_ignores_the_end_of_burn_in_and_warns() -> None
 
 @FAST
 @given(
-    st.lists(st.floats(-1e15, 1e15, width=32), min_size=1, max_size=6),
-    st.floats(1e-3, 1e3, width=32),
+    st.lists(st.floats(-(2.0**50), 2.0**50, width=32), min_size=1, max_size=6),
+    st.floats(2.0**-10, 2.0**10, width=32),
     st.floats(0, 0.999),
     st.integers(0, 6),
 )

@@ -6,9 +6,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import partita as pt
@@ -33,8 +31,8 @@ def run_demo(out: Path, seed: int, console: Console) -> None:
     (x, y), (x_test, y_test) = pt.data.digits(seed=0)
     run = sample_digits(x, y, seed)
     prediction = run.predict(x_test)
-    console.print(score_table(prediction.scores(y_test)))
-    console.print(str(run.summary()), highlight=False)
+    console.print(score_line(prediction.scores(y_test)))
+    console.print(f"\n{run.summary()}\n")
     console.print(f"   picture: {draw_digits(x_test, y_test, prediction, out / 'digits.png')}")
     console.print(f"\n{time.perf_counter() - began:.0f} s in all")
 
@@ -80,19 +78,20 @@ def exact_law(panel: str) -> tuple[np.ndarray, np.ndarray]:
     return mu, cov
 
 
-def regression_table(draws: dict[str, Tensor], laws: dict[str, tuple[np.ndarray, np.ndarray]]) -> Table:
-    table = Table(title="exact → sampled", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for column in ("", *(f"sd {n}" for n in NAMES[:3]), "corr(w1, w2)", "worst mean"):
-        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+def regression_table(draws: dict[str, Tensor], laws: dict[str, tuple[np.ndarray, np.ndarray]]) -> str:
+    """Exact → sampled: standard deviations and the correlation of w1 and w2; last, the largest error of a mean."""
+    head = "".join(f"{'sd ' + n:>12}" for n in NAMES[:3])
+    lines = [f"   {'exact → sampled':<22}{head}{'corr w1,w2':>14}"]
+    worst = 0.0
     for panel, theta in draws.items():
         mean, cov = laws[panel]
         x = theta.double().numpy()
         got = np.cov(x.T)
-        pairs = [f"{np.sqrt(cov[i, i]):.3f} → {np.sqrt(got[i, i]):.3f}" for i in range(3)]
+        pairs = "".join(f"{f'{np.sqrt(cov[i, i]):.3f}→{np.sqrt(got[i, i]):.3f}':>12}" for i in range(3))
         r, s = (c[0, 1] / np.sqrt(c[0, 0] * c[1, 1]) for c in (cov, got))
-        worst = np.abs((x.mean(0) - mean) / np.sqrt(np.diag(cov))).max()
-        table.add_row(panel, *pairs, f"{r:+.2f} → {s:+.2f}", f"{worst:.2f} sd")
-    return table
+        worst = max(worst, float(np.abs((x.mean(0) - mean) / np.sqrt(np.diag(cov))).max()))
+        lines.append(f"   {panel:<22}{pairs}{f'{r:+.2f}→{s:+.2f}':>14}")
+    return "\n".join([*lines, f"   means: at most {worst:.2f} sd from exact"])
 
 
 def draw_panels(draws: dict[str, Tensor], laws: dict[str, tuple[np.ndarray, np.ndarray]], path: Path) -> Path:
@@ -141,12 +140,11 @@ def sample_digits(x: Tensor, y: Tensor, seed: int) -> pt.Run:
     )
 
 
-def score_table(scores: dict[str, float]) -> Table:
-    table = Table(title="360 held-out digits", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for name in scores:
-        table.add_column(name.replace("_", " "), justify="right")
-    table.add_row(*(f"{100 * v:.1f} %" if "accuracy" in k else f"{v:.3f}" for k, v in scores.items()))
-    return table
+def score_line(scores: dict[str, float]) -> str:
+    shown = (
+        f"{k.replace('_', ' ')} {f'{100 * v:.1f} %' if 'accuracy' in k else f'{v:.3f}'}" for k, v in scores.items()
+    )
+    return f"   360 held-out digits: {', '.join(shown)}".replace(", nll", ",\n   nll")
 
 
 def draw_digits(x: Tensor, y: Tensor, prediction: pt.Prediction, path: Path, n: int = 12) -> Path:
@@ -157,8 +155,8 @@ def draw_digits(x: Tensor, y: Tensor, prediction: pt.Prediction, path: Path, n: 
     information = prediction.mutual_information()
     order = entropy.argsort()
     figure = Figure(figsize=(13, 5.0), layout="constrained")
-    rows = figure.subfigures(2, 1, hspace=0.06)
-    for row, picks, title in ((rows[0], order[:n], "most certain"), (rows[1], order[-n:].flip(0), "least certain")):
+    rows = np.asarray(figure.subfigures(2, 1, hspace=0.06)).tolist()
+    for row, picks, title in zip(rows, (order[:n], order[-n:].flip(0)), ("most certain", "least certain")):
         row.suptitle(f"{title}: predicted (true), entropy, of which caused by the parameters", fontsize=11)
         for ax, i in zip(row.subplots(1, n), picks.tolist()):
             guess, right = int(probs[i].argmax()), int(y[i])

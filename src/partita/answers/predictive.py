@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from torch.func import vmap
 from partita.answers import scores as score
 from partita.target import Posterior
 from partita.target.likelihoods import Bernoulli, Categorical
+from partita.target.posterior import forward_failed
 from partita.target.trees import as_tensors, leaves, map_tree, rows
 
 LIMIT = 2 * 2**30  # bytes a Prediction may hold; beyond it the draws are thinned evenly
+PIECE = 2**22  # numbers whose quantiles are taken at once (of more than 2^24 older versions of torch refuse them)
 
 
 class Prediction:
@@ -56,18 +59,23 @@ class Prediction:
     def interval(self, mass: float = 0.95) -> tuple[Tensor, Tensor]:
         """Central interval. Regression: of y itself, quantiles of the mixture Σ_s N(μ_s, σ_s²)/S. Classes: of the
         probabilities over the draws."""
-        if not 0 < mass < 1:
+        if not isinstance(mass, Real) or not 0 < mass < 1:
             raise ValueError(f"interval got mass={mass!r}, expected a number in (0, 1)")
-        lower, upper = (1 - mass) / 2, (1 + mass) / 2
-        if "probs" in self.draws:
-            p = self.draws["probs"]
-            return p.quantile(lower, dim=0), p.quantile(upper, dim=0)
-        return self._quantile(lower), self._quantile(upper)
+        q = torch.tensor([(1 - mass) / 2, (1 + mass) / 2])
+        quantile = self._quantile_of_probs if "probs" in self.draws else self._quantile_of_mixture
+        draws = self._need("probs" if "probs" in self.draws else "mean")
+        each = max(1, PIECE // max(1, draws[:, 0].numel()))
+        parts = [quantile(q, slice(a, a + each)) for a in range(0, draws.shape[1], each)]
+        lower, upper = torch.cat(parts, dim=1)
+        return lower, upper
 
     def scores(self, y: Any) -> dict[str, float]:
         """Classes: accuracy (of the average), individual_accuracy (mean over draws), nll, brier, ece. Regression: rmse,
         nll (of the mixture) and coverage of the 95 % interval."""
-        y = as_tensors(y, "y").to(next(iter(self.draws.values())).device)
+        y = as_tensors(y, "y")
+        if not isinstance(y, Tensor):
+            raise ValueError(f"y is a {type(y).__name__}, expected one tensor or array")
+        y = y.to(next(iter(self.draws.values())).device)
         if "probs" not in self.draws:
             mean, sd = self._need("mean"), self._need("sd")
             if y.shape != mean.shape[1:]:
@@ -91,8 +99,8 @@ class Prediction:
         if y.shape != event:
             raise ValueError(f"y has shape {tuple(y.shape)}, expected {tuple(event)}")
         each = p.reshape(p.shape[0], -1, p.shape[-1]) if self.classes else p.reshape(p.shape[0], -1)
-        y = y.reshape(-1).long()
-        keep = y != self._ignore if self._ignore is not None else torch.ones_like(y, dtype=torch.bool)
+        y = y.reshape(-1)
+        keep = y.long() != self._ignore if self._ignore is not None else torch.ones_like(y, dtype=torch.bool)
         return each[:, keep], y[keep]
 
     def _entropy(self, p: Tensor) -> Tensor:
@@ -100,19 +108,28 @@ class Prediction:
             return torch.special.entr(p).sum(-1)
         return torch.special.entr(p) + torch.special.entr(1 - p)
 
-    def _quantile(self, q: float) -> Tensor:
-        """Bisection on the mixture's distribution function; 50 halvings reach float precision."""
-        mean, sd = self._need("mean").double(), self._need("sd").double()
-        low, high = (mean - 10 * sd).amin(0), (mean + 10 * sd).amax(0)
-        for _ in range(50):
+    def _quantile_of_probs(self, q: Tensor, rows: slice) -> Tensor:
+        """[2, n, ...] over the draws."""
+        p = self.draws["probs"][:, rows]
+        return p.quantile(q.to(p), dim=0)
+
+    def _quantile_of_mixture(self, q: Tensor, rows: slice) -> Tensor:
+        """[2, n, ...]: bisection on the mixture's distribution function; 60 halvings reach double precision."""
+        mean, sd = self._need("mean")[:, rows].double(), self._need("sd")[:, rows].double()
+        q = q.to(mean).reshape(2, *[1] * (mean.dim() - 1))
+        low = (mean - 10 * sd).amin(0).expand(2, *mean.shape[1:])
+        high = (mean + 10 * sd).amax(0).expand(2, *mean.shape[1:])
+        for _ in range(60):
             mid = 0.5 * (low + high)
-            below = torch.special.ndtr((mid - mean) / sd).mean(0) < q
+            below = torch.special.ndtr((mid.unsqueeze(1) - mean) / sd).mean(1) < q
             low, high = torch.where(below, mid, low), torch.where(below, high, mid)
         return (0.5 * (low + high)).to(self.draws["mean"].dtype)
 
     def _need(self, name: str) -> Tensor:
         if name not in self.draws:
-            raise ValueError(f"this prediction has no {name!r}: it holds {sorted(self.draws)}")
+            raise ValueError(
+                f"this prediction has no {name!r}, expected one of what it holds: {', '.join(sorted(self.draws))}"
+            )
         return self.draws[name]
 
     def __repr__(self) -> str:
@@ -133,7 +150,7 @@ def predict(
     """θ [S, D], BatchNorm statistics {name: [S, ...]} -> the Prediction at x, batched over draws and inputs."""
     x = map_tree(lambda t: t.to(theta.device), as_tensors(x))
     sizes = {path: t.shape[0] if t.dim() else 0 for path, t in leaves(x)}
-    if len(set(sizes.values())) != 1 or not rows(x):
+    if len(set(sizes.values())) != 1 or min(sizes.values()) < 1:
         raise ValueError(f"the inputs have unequal or no rows: {sizes}, expected one n of at least 1 for all")
     theta, statistics = _within_limit(target, theta, x, statistics, how)
     parts = []
@@ -160,7 +177,11 @@ def _piece(target: Posterior, theta: Tensor, x: Any, statistics: Any, how: str) 
 
 def _within_limit(target: Posterior, theta: Tensor, x: Any, statistics: Any, how: str) -> tuple[Tensor, Any]:
     one = {k: v[:1] for k, v in statistics.items()} if statistics else None
-    probe = _piece(target, theta[:1], map_tree(lambda t: t[:2], x), one, how)
+    few = map_tree(lambda t: t[:2], x)
+    try:
+        probe = _piece(target, theta[:1], few, one, how)
+    except Exception as e:
+        raise forward_failed(e, few, theta.dtype) from e
     n = rows(x)
     per_draw = sum(v.numel() * v.element_size() for v in probe.values()) * n // min(2, n)
     if per_draw * theta.shape[0] <= LIMIT:
@@ -168,8 +189,8 @@ def _within_limit(target: Posterior, theta: Tensor, x: Any, statistics: Any, how
     keep = max(1, LIMIT // per_draw)
     step = math.ceil(theta.shape[0] / keep)
     warnings.warn(
-        f"predicting with every {step}th draw: {theta.shape[0]:,} draws x {n:,} inputs would take "
-        f"{per_draw * theta.shape[0] / 2**30:.1f} GiB",
+        f"predicting with one draw in {step}: {theta.shape[0]:,} draws x {n:,} inputs would take "
+        f"{per_draw * theta.shape[0] / 2**30:.1f} GiB, more than {LIMIT / 2**30:.1f}",
         stacklevel=4,
     )
     return theta[::step], {k: v[::step] for k, v in statistics.items()} if statistics else None

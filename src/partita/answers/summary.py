@@ -102,7 +102,7 @@ class Summary:
                 "only one independent chain or ensemble: R-hat compares its halves, not chains with one another"
             )
         excess = self.heat / self.target_temperature
-        if not 0.8 < excess < 1.25:
+        if not math.isnan(excess) and not 0.8 < excess < 1.25:
             said.append(
                 f"the chain runs {'hot' if excess > 1 else 'cold'}: temperature {self.heat:.3g} where "
                 f"{self.target_temperature:g} is asked; "

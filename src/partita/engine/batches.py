@@ -158,7 +158,7 @@ def make_batches(data: Any, batch_size: int | None, device: torch.device, needs_
     """(x, y) tensors or arrays, a Dataset or a DataLoader -> batches on the device."""
     if not needs_data:
         if data is not None:
-            raise ValueError(f"a Density takes no data, got {type(data).__name__}")
+            raise ValueError(f"data is {_what(data)}, expected none: a Density takes no data")
         return NoData()
     if data is None:
         raise ValueError("data is None, expected (x, y), a Dataset or a DataLoader")
@@ -241,4 +241,7 @@ def _check_values(x: Any, y: Tensor) -> None:
         if t.dtype.is_floating_point and not bool(t.isfinite().all()):
             bad = (~t.isfinite()).reshape(t.shape[0], -1).any(1)
             row = int(bad.nonzero()[0])
-            raise ValueError(f"{path} holds NaN or inf in {int(bad.sum()):,} of {t.shape[0]:,} rows (first: {row})")
+            raise ValueError(
+                f"{path} holds NaN or inf in {int(bad.sum()):,} of {t.shape[0]:,} rows (first: {row}), expected "
+                "finite numbers"
+            )

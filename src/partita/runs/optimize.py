@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from partita.engine.batches import Batches
 from partita.engine.chains import Energies
-from partita.engine.step import Step
+from partita.engine.step import Chains, Step
 from partita.runs.checks import number, whole
 from partita.runs.setup import prepare, seeded
 from partita.samplers import Sampler
@@ -75,7 +75,7 @@ def optimize(
     with seeded(seed, device, target) as dev:
         plan = prepare(target, data, Joint(), None, chains=chains, batch_size=batch_size, init=init, device=dev)
         theta, energy = descend(plan.step.energies, plan.step.batches, plan.theta, steps, lr)
-    if not bool(theta.isfinite().all()):
+    if not bool(theta.isfinite().all() & energy[-1].isfinite()):
         raise ValueError(f"the optimisation diverged (NaN or inf) with lr={lr:g}, expected a smaller one to work")
     return Optimum(theta.cpu(), energy.cpu(), target)
 
@@ -109,7 +109,7 @@ def find_step(
     low: float | None = None,
     high: float | None = None,
     points: int = 24,
-    steps: int = 200,
+    steps: int = 500,
     map_steps: int = 500,
     limit: float = 1.2,
     seed: int = 0,
@@ -117,10 +117,10 @@ def find_step(
 ) -> StepSearch:
     """The largest step size whose discretisation and gradient noise leave the chain below `limit` × T.
 
-    One chain per step size, all from one MAP, `steps` steps each; heat is the sampler's own estimate over the second
-    half. Two rounds: half of the points on a coarse geometric grid from low to high (1e-9 to 10), the rest between the
-    largest coarse step that is not hot and the next one. A chain below T has not warmed up yet, which is not hot.
-    `sampler` is a class (pt.SGLD) or an instance whose other settings are kept.
+    One chain per step size, `steps` steps each; heat is the sampler's own estimate over the second half. Two rounds: half
+    of the points on a coarse geometric grid from low to high (1e-9 to 10), all from one MAP; the rest between the largest
+    coarse step that is not hot and the next one, all from where the former got to. A chain below T has not warmed up
+    yet, which is not hot. `sampler` is a class (pt.SGLD) or an instance whose other settings are kept.
     """
     _check_search(low, high, points, steps, map_steps, limit)
     one = _instance(sampler)
@@ -130,46 +130,63 @@ def find_step(
         plan = prepare(target, data, own, one, chains=first * per, batch_size=batch_size, init="module", device=dev)
         start = plan.step.energies.target.start("fresh", 1).to(dev)
         best, _ = descend(plan.step.energies, plan.step.batches, start, map_steps, 1e-2)
-
-        def measure(sizes: list[float]) -> list[tuple[float, float, float]]:
-            return list(zip(sizes, *_heat(plan.step, one, best, sizes, per, steps)))
-
-        curve = measure(_between(low or LOW, high or HIGH, first, ends=True))
+        chains = plan.step.init(best.expand(first * per, -1).clone())
+        curve, ends = _heat(plan.step, chains, _between(low or LOW, high or HIGH, first, ends=True), per, steps)
         i = _last_cool(curve, limit)
         if i < 0:
             raise ValueError(
                 f"no step size from {curve[0][0]:.1e} to {curve[-1][0]:.1e} stays below {limit:g} T, expected one: "
                 "try a smaller low"
             )
-        if second and i + 1 < first:
-            curve = sorted(curve + measure(_between(curve[i][0], curve[i + 1][0], second, ends=False)))
+        if i + 1 < first:
+            warm = _take(ends, torch.arange(i * per, (i + 1) * per, device=dev).repeat(second))
+            fine = _between(curve[i][0], curve[i + 1][0], second, ends=False)
+            curve = sorted(curve + _heat(plan.step, warm, fine, per, steps)[0])
     sizes, heat, energy = zip(*curve)
     return StepSearch(sizes[_last_cool(curve, limit)], sizes, heat, energy, limit)
 
 
-def _heat(
-    step: Step, sampler: Sampler, theta: Tensor, sizes: list[float], per: int, steps: int
-) -> tuple[list[float], list[float]]:
-    """Heat over T and energy per datum of each step size, `per` chains each, from θ [1, D]; inf where one diverged."""
-    n, T = len(sizes), step.temperature
-    chains = step.init(theta.expand(n * per, -1).clone())
-    rate = torch.tensor(sizes).to(theta).repeat_interleave(per)[:, None]
-    heat, energy = theta.new_zeros(n * per), theta.new_zeros(n * per)
-    for t in range(steps):
+Curve = list[tuple[float, float, float]]  # step size, heat over T, energy per datum
+
+
+def _heat(step: Step, chains: Chains, sizes: list[float], per: int, steps: int) -> tuple[Curve, Chains]:
+    """The curve over these step sizes, `per` chains each (inf where one diverged), and where the chains got to."""
+    n, T, history = len(sizes), step.temperature, step.structure.history
+    rate = torch.tensor(sizes).to(chains.theta).repeat_interleave(per)[:, None]
+    heat, energy = torch.zeros_like(rate[:, 0]), torch.zeros_like(rate[:, 0])
+    for t in range(1, steps + 1):
         chains, grad = step(chains, rate, 1.0)
-        step.remember(chains)
-        if t >= steps // 2:
+        if history is not None and t % history.every == 0:
+            step.remember(chains)
+        if t > steps // 2:
             share = 1 / (steps - steps // 2)
-            heat += share * sampler.heat(grad.g, chains.sampler, rate, T) / T
+            heat += share * step.sampler.heat(grad.g, chains.sampler, rate, T) / T
             energy += share * (grad.composed + grad.prior) / step.batches.N
     fine = (heat.isfinite() & energy.isfinite() & chains.theta.isfinite().all(1)).view(n, per).all(1)
     mean = lambda x: x.view(n, per).mean(1).masked_fill(~fine, math.inf).tolist()
-    return mean(heat), mean(energy)
+    return list(zip(sizes, mean(heat), mean(energy))), chains
 
 
-def _last_cool(curve: list[tuple[float, float, float]], limit: float) -> int:
-    """The last point before the curve (step size, heat, energy) first turns hot; -1 when it begins so."""
-    return next((i for i, (_, heat, _) in enumerate(curve) if not heat <= limit), len(curve)) - 1
+def _take(chains: Chains, which: Tensor) -> Chains:
+    """These chains (repeats allowed), with what all chains share."""
+    C = chains.theta.shape[0]
+    take = lambda s: {k: v[which] if v.dim() > 1 and v.shape[0] == C else v.clone() for k, v in s.items()}
+    return Chains(chains.theta[which], take(chains.sampler), take(chains.history))
+
+
+def _last_cool(curve: Curve, limit: float) -> int:
+    """The last point at most `limit` of the non-decreasing curve nearest to log heat; -1 when there is none.
+
+    Heat grows with the step size but is seen with noise: neighbours in the wrong order are pooled into their mean.
+    """
+    pools: list[tuple[float, int]] = []
+    for _, heat, _ in curve:
+        value, count = math.log(min(max(heat, 1e-30), 1e30)), 1
+        while pools and pools[-1][0] > value:
+            before, n = pools.pop()
+            value, count = (before * n + value * count) / (n + count), n + count
+        pools.append((value, count))
+    return sum(count for value, count in pools if value <= math.log(limit)) - 1
 
 
 def _between(low: float, high: float, points: int, ends: bool) -> list[float]:
@@ -200,6 +217,6 @@ def _check_search(low: Any, high: Any, points: Any, steps: Any, map_steps: Any, 
         raise ValueError(f"find_step got limit={limit!r}, expected a number above 1 (heat over T)")
     if (low is None) != (high is None) or (low is not None and not (number(low) and number(high) and 0 < low < high)):
         raise ValueError(f"find_step got low={low!r}, high={high!r}, expected both, 0 < low < high, or neither")
-    for name, value, least in (("points", points, 2), ("steps", steps, 2), ("map_steps", map_steps, 1)):
+    for name, value, least in (("points", points, 4), ("steps", steps, 2), ("map_steps", map_steps, 1)):
         if not whole(value, least):
             raise ValueError(f"find_step got {name}={value!r}, expected a whole number of at least {least}")

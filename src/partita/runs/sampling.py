@@ -143,7 +143,7 @@ class _Loop:
                 if self._keeps(t - 1):
                     self.temperature.see(before, grad.g)
                     self.heat += self.sampler.heat(grad.g, chains.sampler, rate, self.step.temperature)
-                if t % CHECK_EVERY == 0 or self._keeps(t) or t == self.steps:
+                if t % CHECK_EVERY == 0 or t in (1, self.steps) or self._keeps(t):
                     self._check(chains, grad.composed + grad.prior, t, good, good_at)
                     good, good_at = chains.theta, t
                 if self._keeps(t):
@@ -229,13 +229,11 @@ def _fit_draws(plan: Plan, after: int, thin: int | None, keep: str) -> tuple[int
     if need <= most:
         return chosen, []
     arithmetic = f"{C} chains x {after // chosen:,} draws x {D:,} parameters = {_gib(need)}"
+    why = "90 % of what is free" if most == free else "keep='all' allows what is free"
     if keep == "all" or row > most:
-        raise ValueError(
-            f"the draws would take {arithmetic}, expected at most {_gib(most)}"
-            + (" (90 % of what is free)" if most == free else ": keep='all' allows all that is free")
-        )
-    chosen = math.ceil(after / (most // row))
-    return chosen, [f"thin raised to {chosen}: {arithmetic}, more than {_gib(most)} (keep='all' keeps them)"]
+        raise ValueError(f"the draws would take {arithmetic}, expected at most {_gib(most)} ({why})")
+    chosen = after // (most // row + 1) + 1  # the least with after // chosen <= most // row
+    return chosen, [f"thin raised to {chosen}: {arithmetic}, more than {_gib(most)} ({why})"]
 
 
 def _gib(n: int) -> str:

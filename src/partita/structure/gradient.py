@@ -105,8 +105,21 @@ class Structured:
         groups = self.partition.groups(space)
         groups = Groups(groups.labels.to(device), groups.count, groups.name)
         self.mask.weight(groups.count)  # refuses a law that does not fit M groups
-        K = self.mask.sample(1, groups.count, torch.device("meta")).shape[1]  # shapes only: no memory, no random number
+        with torch.random.fork_rng(devices=[]):  # only its shape is wanted
+            K = _draw(self.mask, 1, groups.count, torch.device("cpu")).shape[1]
         return BoundStructured(self, groups, K * self.past)
+
+
+def _draw(mask: Mask, C: int, M: int, device: torch.device) -> Tensor:
+    """r [C, K, M], or for a law that keeps one group a mask the index of that group, [C, K]."""
+    kept = getattr(mask, "kept", None)
+    return mask.sample(C, M, device) if kept is None else kept(C, M, device)
+
+
+def _spread(r: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
+    """The masks `rows` of what _draw gives, over coordinates: [C, k, D]."""
+    r = r.index_select(1, rows)
+    return r[:, :, None] == labels if r.dim() == 2 else r[:, :, labels]
 
 
 @dataclass(frozen=True)
@@ -124,17 +137,16 @@ class BoundStructured:
 
     def gradient(self, theta: Tensor, state: State, likelihood: Likelihood, prior: Prior, chunk: int) -> Gradient:
         labels, M, J = self.groups.labels, self.groups.count, self.structure.past
-        r = self.structure.mask.sample(theta.shape[0], M, theta.device)  # [C, K, M], jointly over k
+        r = _draw(self.structure.mask, theta.shape[0], M, theta.device)  # jointly over k
         w = self.structure.mask.weight(M) / J
         present = theta.unsqueeze(1)
         u0, g = prior(theta)
         composed = torch.zeros_like(u0)
         for a in range(0, self.passes, chunk):
             b = min(a + chunk, self.passes)
-            r_k = r[:, a:b] if J == 1 else r[:, torch.arange(a, b, device=r.device) // J]
-            r_k = r_k[:, :, labels]  # [C, k, D]
+            r_k = _spread(r, torch.arange(a, b, device=r.device) // J, labels)  # [C, k, D]
             past = self.history.read(state, theta, labels, M, b - a)
-            phi = torch.where(r_k, present, past) if r.dtype == torch.bool else past + r_k * (present - past)
+            phi = torch.where(r_k, present, past) if r_k.dtype == torch.bool else past + r_k * (present - past)
             u, du = likelihood(phi)
             g = g + w * (r_k * du).sum(1)
             composed = composed + u.sum(1) / self.passes

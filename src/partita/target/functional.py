@@ -21,14 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 Forward = Callable[[nn.Module, Any], Any]
 POLICIES = ("recalibrate", "frozen")
-MODES = (
-    "training",
-    "dropout",
-    "momentum",
-    "track_running_stats",
-    "use_nested_tensor",
-    "max_norm",
-)  # of which we change
+MODES = ("training", "dropout", "momentum", "track_running_stats", "max_norm", "sparse")  # we change these
+_MISSING = object()
 
 
 class _Caller(nn.Module):
@@ -57,20 +51,23 @@ class FunctionalModule:
         self._forward = forward or default_forward
         self._modes = [{k: vars(m)[k] for k in MODES if k in vars(m)} for m in self.copy.modules()]
         self._trainable = {n for n, p in module.named_parameters() if p.requires_grad}
-        self._written: set[str] = set()
+        self._written: set[str] = set()  # shared with the copies on other devices
         self._max_norms = _max_norms(self.copy)
         _prepare(self.copy, self._max_norms)
         self._bind()
         if self.batchnorm == "frozen" and any(m.running_mean is None for m in self._norms):
-            raise ValueError("batchnorm='frozen' needs running statistics, got a BatchNorm with none")
+            raise ValueError("batchnorm='frozen' got a BatchNorm without running statistics, expected some to keep")
         if self.batchnorm == "recalibrate":
             for norm in self._norms:
                 _ensure_statistics(norm, next(self.copy.parameters()))
 
     def _bind(self) -> None:
-        self._norms = [m for m in self.copy.modules() if isinstance(m, _BatchNorm)]
+        self._parts = list(self.copy.modules())
+        self._norms = [m for m in self._parts if isinstance(m, _BatchNorm)]
         self._caller = _Caller(self.copy, self._forward)
-        self._plain = [(m, k) for m in self.copy.modules() for k, v in vars(m).items() if isinstance(v, Tensor)]
+        self._sets = [(m, k) for m in self._parts for k, v in vars(m).items() if isinstance(v, Tensor)]
+        self._held = [c for m in self._parts for c in _containers(m)]  # the same before every call
+        self._fills: list[Any] = []  # these containers and those attributes are known to change
 
     def __call__(self, tree: Mapping[str, Tensor], x: Any, statistics: Mapping[str, Tensor] | None = None) -> Any:
         """One forward pass. `statistics` are BatchNorm buffers of one draw; without them the policy's own mode."""
@@ -83,12 +80,16 @@ class FunctionalModule:
             return self._call({**tree, **statistics}, x)
 
     def probe(self, tree: Mapping[str, Tensor], x: Any) -> tuple[Any, list[str]]:
-        """The same, and the tensors of the tree that the module writes into: copies from now on."""
-        mine = {k: v.clone() for k, v in tree.items()}
+        """The same, and look at what the module does to itself: from now on it gets copies of the tensors it writes into
+        (those of the tree are returned), and attributes that it sets are known to change."""
+        mine = {k: v.clone() for k, v in {**dict(self.copy.named_buffers()), **tree}.items()}
         before = {k: v._version for k, v in mine.items()}
-        output = self(mine, x)
-        self._written = {k for k, v in mine.items() if v._version != before[k]}
-        return output, sorted(self._written)
+        couples = self.batchnorm == "recalibrate"
+        mode = self._norm_mode(training=True, tracking=False) if couples else contextlib.nullcontext()
+        with mode:
+            output = self._call(mine, x, look=True)
+        self._written.update(k for k, v in mine.items() if v._version != before[k])
+        return output, sorted(self._written & set(tree))
 
     @torch.no_grad()
     def recalibrate(self, tree: Mapping[str, Tensor], batches: Iterable[Any]) -> dict[str, Tensor]:
@@ -140,23 +141,37 @@ class FunctionalModule:
                     reset()
         return {n: p.detach() for n, p in parameters.items() if bool(p.isfinite().all())}
 
-    def _call(self, tree: Mapping[str, Tensor], x: Any) -> Any:
-        """Whatever the call leaves on the modules (hooks of the old weight_norm, caches) is gone after it."""
+    def _call(self, tree: Mapping[str, Tensor], x: Any, look: bool = False) -> Any:
+        """Whatever the call leaves on the modules (hooks of the old weight_norm, caches, counters) is gone after it."""
         mine = {f"module.{k}": v.clone() if k in self._written else v for k, v in self._cut(tree).items()}
-        if torch.compiler.is_compiling():  # which cannot follow the full account
-            kept = [(vars(m), {k: vars(m)[k]}) for m, k in self._plain]
-            try:
-                return functional_call(self._caller, mine, (x,))
-            finally:
-                for d, old in kept:
-                    d.update(old)
-        before = [(d, dict(d)) for m in self.copy.modules() for d in (vars(m), m._buffers)]
+        for k in self._written - set(tree):
+            mine[f"module.{k}"] = self.copy.get_buffer(k).clone()
+        if torch.compiler.is_compiling():  # which cannot follow the whole account, only what is known to change
+            kept = [(m, k, vars(m).get(k, _MISSING)) for m, k in self._sets]
+            account = [(c, c.copy()) for c in self._fills]
+        else:
+            kept, account = [], [(c, c.copy()) for c in self._held]
         try:
             return functional_call(self._caller, mine, (x,))
         finally:
-            for d, old in before:
-                d.clear()
-                d.update(old)
+            if look:
+                self._note_changes(account)
+            for m, k, v in kept:
+                if v is not _MISSING:
+                    vars(m)[k] = v
+                elif k in vars(m):
+                    del vars(m)[k]
+            for container, items in account:
+                container.clear()
+                container.extend(items) if isinstance(container, list) else container.update(items)
+
+    def _note_changes(self, account: list[tuple[Any, Any]]) -> None:
+        attributes = {id(vars(m)): m for m in self._parts}
+        for c, old in account:
+            if m := attributes.get(id(c)):
+                self._sets += [(m, k) for k, v in c.items() if old.get(k, _MISSING) is not v]
+            elif len(c) != len(old) or any(a is not b for a, b in zip(_values(c), _values(old))):
+                self._fills.append(c)
 
     def _cut(self, tree: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Embedding(max_norm) cuts long rows by writing into its weights; here by a function with a gradient."""
@@ -184,6 +199,16 @@ def default_forward(module: nn.Module, x: Any) -> Any:
     return module(*x) if isinstance(x, (tuple, list)) else module(x)
 
 
+def _containers(m: nn.Module) -> list[Any]:
+    """A module's attributes, its buffers, and the plain lists and dicts it has."""
+    d = vars(m)
+    return [d, m._buffers, *(v for k, v in d.items() if type(v) in (list, dict) and k[0] != "_")]
+
+
+def _values(c: Any) -> Iterable[Any]:
+    return c.values() if isinstance(c, dict) else c
+
+
 def _detached_copy(module: nn.Module) -> nn.Module:
     """deepcopy, with the non-leaf tensors that calls and hooks leave on modules (deepcopy refuses them) detached first."""
     memo: dict[int, Any] = {}
@@ -209,7 +234,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)):
-        for v in value.values() if isinstance(value, dict) else value:
+        for v in _values(value):
             yield from _tensors_in(v)
 
 
@@ -239,11 +264,11 @@ def _prepare(module: nn.Module, max_norms: Container[str]) -> None:
             m.training = True  # itself, not its children: the fused inference path is taken in eval only
             m.dropout = 0.0
         elif isinstance(m, nn.TransformerEncoderLayer):
-            m.training = True
-        elif isinstance(m, nn.TransformerEncoder):
-            m.use_nested_tensor = False
-        elif isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and f"{name}.weight".lstrip(".") in max_norms:
-            m.max_norm = None
+            m.training = True  # the encoder then leaves nested tensors alone, too
+        elif isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
+            m.sparse = False  # a gradient over all of θ is dense
+            if f"{name}.weight".lstrip(".") in max_norms:
+                m.max_norm = None
 
 
 def _ensure_statistics(norm: nn.Module, like: Tensor) -> None:

@@ -21,8 +21,6 @@ from torch import Tensor
 from partita.target.trees import leaves
 
 Params = Mapping[str, Tensor]
-
-
 METHODS = ("parameters", "prior_energy", "sample", "log_prob", "check", "predict")
 
 

@@ -75,6 +75,8 @@ class Posterior:
     ):
         if not isinstance(model, nn.Module):
             raise ValueError(f"model is a {type(model).__name__}, expected an nn.Module")
+        if isinstance(model, torch.jit.ScriptModule):
+            raise ValueError(f"model is a {type(model).__name__}, expected the nn.Module that it was made of")
         self.temperature = _positive("temperature", temperature)
         self.likelihood_power = _positive("likelihood_power", likelihood_power)
         self.model, self.likelihood, self.prior = model, as_likelihood(likelihood), prior or Normal(1.0)

@@ -139,12 +139,13 @@ def _scale(scale: Scales, space: ParameterSpace) -> Tensor:
     patterns = scale if isinstance(scale, Mapping) else {"*": scale}
     match_names(list(patterns), list(space.names))  # every pattern must match something
     for b in space.blocks:
-        chosen = next((s for p, s in patterns.items() if fnmatch.fnmatchcase(b.name, p)), None)
-        if chosen is None:
+        first = next((p for p in patterns if fnmatch.fnmatchcase(b.name, p)), None)
+        if first is None:
             raise ValueError(
                 f"no prior scale for parameter {b.name!r}: got the patterns {list(patterns)}, expected one that "
                 "matches it (add '*' as the last one for the rest)"
             )
+        chosen = patterns[first]
         gain = chosen.gain if isinstance(chosen, FanIn) else chosen
         if not isinstance(gain, Real) or not 0 < float(gain) < math.inf:
             got = " ".join(reprlib.repr(chosen).split())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -73,7 +74,9 @@ class ParameterSpace:
         first = {id(p): n for n, p in parameters.items()}
         for name, p in parameters.items():
             if isinstance(p, nn.parameter.UninitializedParameter):
-                raise ValueError(f"parameter {name!r} is lazy and has no shape yet: call the module once first")
+                raise ValueError(
+                    f"parameter {name!r} is lazy and has no shape yet, expected one: call the module once first"
+                )
         if random is None:
             chosen = [n for n, p in parameters.items() if p.requires_grad]
         else:
@@ -81,7 +84,8 @@ class ParameterSpace:
                 [random] if isinstance(random, str) else list(random) if isinstance(random, Iterable) else [random]
             )
             if not patterns or not all(isinstance(p, str) for p in patterns):
-                raise ValueError(f"random is {random!r}, expected a name pattern such as 'head.*', or several")
+                got = " ".join(reprlib.repr(random).split())
+                raise ValueError(f"random is {got}, expected a name pattern such as 'head.*', or several")
             every = dict(module.named_parameters(remove_duplicate=False))
             hit = {first[id(every[n])] for n in match_names(patterns, list(every))}
             chosen = [n for n in parameters if n in hit]
@@ -145,12 +149,13 @@ class ParameterSpace:
             t = tree[b.name]
             lead = t.shape[: t.dim() - len(b.shape)]
             if tuple(t.shape[len(lead) :]) != b.shape:
-                raise ValueError(f"{b.name!r} has shape {tuple(t.shape)}, expected [..., {b.shape}]")
+                want = ", ".join(["...", *map(str, b.shape)])
+                raise ValueError(f"{b.name!r} has shape {tuple(t.shape)}, expected [{want}]")
             parts.append(t.reshape(*lead, b.size).to(self.values.dtype))
         return torch.cat(parts, dim=-1)
 
     def select(self, patterns: str | Iterable[str]) -> list[Block]:
-        """The blocks whose names match any of the patterns (an error with close names where one matches none)."""
+        """The blocks whose names match any of the patterns (where one matches none, the error has close names)."""
         names = match_names([patterns] if isinstance(patterns, str) else list(patterns), list(self.names))
         return [b for b in self.blocks if b.name in set(names)]
 
@@ -165,7 +170,7 @@ def match_names(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
         found = fnmatch.filter(names, pattern)
         if not found:
             close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or list(names)[:3]
-            raise ValueError(f"no parameter matches {pattern!r}; close names: {', '.join(close)}")
+            raise ValueError(f"no parameter matches {pattern!r}, expected a name such as {', '.join(close)}")
         hit.update(found)
     return [n for n in names if n in hit]
 

@@ -51,7 +51,7 @@ def as_tensors(tree: Any, path: str = "x") -> Any:
         return _from_numpy(tree, path)
     if not isinstance(tree, Tensor):
         raise ValueError(f"{path} is a {type(tree).__name__}, expected a tensor, an array, or tuples or dicts of them")
-    return tree
+    return tree.clone() if tree.is_inference() else tree  # no gradient can pass inference tensors
 
 
 def _from_numpy(a: np.ndarray, path: str) -> Tensor:
