@@ -238,3 +238,31 @@ def test_device_names():
     for name in ("gpu", 3.5, None, "meta"):
         with pytest.raises(ValueError, match="expected 'auto', 'cpu' or 'cuda'"):
             device_of(name, torch.device("cpu"))
+
+
+def test_a_module_that_fails_only_under_nested_vmap_falls_back_where_a_step_has_several_passes():
+    tied = nn.Module()
+    tied.embedding = nn.Embedding(7, 4, max_norm=0.5)
+    tied.decoder = nn.Linear(4, 7, bias=False)
+    tied.decoder.weight = tied.embedding.weight
+    posterior = pt.Posterior(tied, pt.Categorical(), forward=lambda m, x: m.decoder(m.embedding(x).mean(1)))
+    data = (torch.arange(24).reshape(12, 2) % 7, torch.arange(12) % 7)
+    two_masks = pt.Structured(pt.partitions.each(), pt.masks.Bernoulli(0.5, count=2))
+    run = pt.sample(posterior, data, sampler=pt.SGLD(1e-4), structure=two_masks, steps=4, chains=2)
+    assert bool(run.samples.isfinite().all())
+
+
+def test_a_gradient_that_fails_is_refused_in_one_line():
+    class NoBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            raise RuntimeError("no\nbackward")
+
+    posterior = pt.Posterior(nn.Linear(2, 2), pt.Categorical(), forward=lambda m, x: NoBackward.apply(m(x)))
+    with pytest.raises(ValueError, match="gradient of the likelihood failed") as caught:
+        pt.sample(posterior, (torch.zeros(4, 2), torch.zeros(4).long()), sampler=pt.SGLD(1e-4), steps=4)
+    assert "\n" not in str(caught.value)

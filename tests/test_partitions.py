@@ -349,3 +349,11 @@ def test_eleven_million_parameters_take_seconds() -> None:
         assert time.process_time() - began < 3
     assert partitions.by_neuron().groups(space).count == 3400 + 300
     assert groups.count == space.dim == 11_000_000
+
+
+def test_parametrised_and_grouped_layers_keep_their_neurons() -> None:
+    """Weight norm does not hide a layer, and a grouped convolution's channels are counted through its groups."""
+    assert partitions.by_layer().groups(of(weight_norm(nn.Linear(3, 2)))).count == 1
+    assert partitions.by_neuron().groups(of(weight_norm(nn.ConvTranspose2d(2, 3, 2), dim=1))).sizes == [10] * 3
+    assert partitions.by_neuron().groups(of(nn.ConvTranspose2d(4, 6, 2, groups=2))).sizes == [9] * 6
+    assert partitions.by_neuron("in").groups(of(nn.Conv2d(4, 6, 2, groups=2))).sizes == [12] * 4 + [6]

@@ -197,6 +197,9 @@ class Coins:
     def nbytes(self, C, D):
         return 0
 
+    def span(self, steps):
+        return None
+
     def init(self, theta):
         return {}
 

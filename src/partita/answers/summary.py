@@ -7,6 +7,7 @@ permutation symmetries, and over parameters. Shapes: C chains, S draws, V variab
 from __future__ import annotations
 
 import math
+import textwrap
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -86,8 +87,14 @@ class Summary:
         said = [f"the run ended early: {self.stopped}"] if self.stopped else []
         if not self.mixing:
             return [*said, f"{self.draws} draws a chain are too few to judge: expected at least 4"]
+        good = [m.what for m in self.mixing if m.unmixed == 0]
         for m in self.mixing:
-            if math.isnan(m.rhat_max):
+            if m.what == "parameters" and "predictions" in good and m.unmixed > 0:
+                said.append(
+                    f"single parameters have not mixed (R-hat up to {m.rhat_max:.2f}, above {RHAT_MIXED} in "
+                    f"{100 * m.unmixed:.0f} %), predictions have: trust those, not statements about single weights"
+                )
+            elif math.isnan(m.rhat_max):
                 said.append(f"R-hat of the {m.what} is undefined: they did not move")
             elif m.unmixed > 0:
                 more = math.ceil(min(10.0, max(2.0, 400 / max(m.ess_min, 1))))
@@ -126,12 +133,12 @@ class Summary:
         t = self.temperature[self.temperature.isfinite()]
         lines = [
             f"{self.chains} chains{units} x {self.draws:,} draws, {self.seconds:.1f} s",
-            "                     R-hat med   max    ESS med      min   IAC med      max (steps)",
+            f"{'':<20} {'R-hat':>6} {'max':>6} {'ESS':>7} {'min':>6} {'IAC':>7} {'max':>7}   medians; IAC in steps",
         ]
         for m in self.mixing:
             lines.append(
-                f"{f'{m.what} ({m.variables:,})':<20} {m.rhat_median:9.3f} {m.rhat_max:6.3f} {m.ess_median:9.0f} "
-                f"{m.ess_min:8.0f} {m.iac_median:9.1f} {m.iac_max:8.1f}"
+                f"{f'{m.what} ({m.variables:,})':<20} {m.rhat_median:6.3f} {m.rhat_max:6.3f} {m.ess_median:7.0f} "
+                f"{m.ess_min:6.0f} {m.iac_median:7.1f} {m.iac_max:7.1f}"
             )
         if t.numel():
             lines.append(
@@ -140,4 +147,4 @@ class Summary:
             )
         if self.composition_gap is not None:
             lines.append(f"composition gap {self.composition_gap:.4g} nats a datum")
-        return "\n".join([*lines, *("- " + v for v in self.verdict)])
+        return "\n".join([*lines, *(textwrap.fill("- " + v, 79, subsequent_indent="  ") for v in self.verdict)])

@@ -81,12 +81,16 @@ class Energies:
         return u, du
 
 
-def choose(target: Target, n: int, batch: Batch, chains: str = "auto") -> tuple[Energies, str | None]:
-    """Probe gradient and forward with two copies; the reason when only the loop works. `batch` has a chain axis of 2."""
+def choose(target: Target, n: int, batch: Batch, chains: str = "auto", passes: int = 1) -> tuple[Energies, str | None]:
+    """Probe gradient and forward with two copies, nested if a step has several passes; the reason when only the loop
+    works. `batch` has a chain axis of 2."""
     loop = Energies(target, n, "loop")
     theta = target.space.values.expand(2, -1).contiguous()
     theta = theta + 1e-3 * torch.linspace(-1, 1, theta.shape[1]).to(theta)
-    u, du = loop.likelihood(theta[:1].unsqueeze(1), _slice(batch, 0, 1))
+    try:
+        u, du = loop.likelihood(theta[:1].unsqueeze(1), _slice(batch, 0, 1))
+    except Exception as e:
+        raise ValueError(f"the gradient of the likelihood failed, expected one: {_first_line(e)}") from e
     if target.needs_data and not bool(du.any()) and bool(u.isfinite().all()):
         raise ValueError(
             "the likelihood does not depend on theta (its gradient is zero everywhere), expected it to: forward must "
@@ -96,9 +100,9 @@ def choose(target: Target, n: int, batch: Batch, chains: str = "auto") -> tuple[
         return loop, None
     try:
         fast = Energies(target, n, "vmap")
-        _, same = fast.likelihood(theta.unsqueeze(1), batch)
+        _, same = fast.likelihood(theta.unsqueeze(1).repeat(1, min(passes, 2), 1), batch)
         fast.energy(theta, batch)
-        apart = float((same[:1] - du).norm() / du.norm())
+        apart = float((same[:1, :1] - du).norm() / du.norm())
         if apart > AGREE:  # NaN, when the start has no finite gradient, is for the run to report
             raise RuntimeError(f"its gradient is {apart:.0%} off under vmap")
     except Exception as e:  # whatever vmap cannot follow, the loop can

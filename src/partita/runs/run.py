@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from partita.answers.predictive import Prediction, predict
 from partita.answers.summary import Mixing, Summary
-from partita.structure.history import History, Reservoir
+from partita.structure.history import History
 from partita.structure.partitions import Groups
 from partita.target import ParameterSpace, Posterior, Target
 from partita.target.trees import leaves, map_tree
@@ -94,12 +94,11 @@ class Run:
         )
 
     def _history_span(self) -> int | None:
-        """Steps between the oldest and the newest state a full history holds: a reservoir's rows come from all."""
-        rows = getattr(self.history, "R", None)
-        if self.history is None or rows is None:
+        """Steps between the oldest and the newest state the history holds."""
+        if self.history is None:
             return None
         seen = int(self.settings["steps"]) - (int(self.settings["burn_in"]) if self.history.drops_burn_in else 0)
-        return seen if isinstance(self.history, Reservoir) else min(seen, rows * self.history.every)
+        return self.history.span(seen)
 
     def _functions(self) -> Tensor:
         """[C, S, V]: what each draw predicts at the probe inputs (log-probabilities, or means)."""

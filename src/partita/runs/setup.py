@@ -82,7 +82,7 @@ def prepare(
     if target.needs_data:
         _check_fit(target, batches)
     few = batches.head(min(batches.B, HEAD))
-    energies, reason = choose(target, batches.N, _two(few), how)
+    energies, reason = choose(target, batches.N, _two(few), how, bound.passes)
     notes = [] if reason is None else [f"chains run one after another: vmap cannot follow this module ({reason})"]
     chunk, width = chunk_size(bound.passes, chains, _bytes_per_pass(target, batches), memory)
     energies = replace(energies, width=width)

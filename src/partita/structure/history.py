@@ -39,6 +39,9 @@ class History(Protocol):
     def nbytes(self, C: int, D: int) -> int:
         """Memory its rows will take."""
 
+    def span(self, steps: int) -> int | None:
+        """Steps between the oldest and the newest state its rows can hold after `steps` of them (None: it has no past)."""
+
     def init(self, theta: Tensor) -> State:
         """The state that holds θ⁰ [C, D] alone."""
 
@@ -99,6 +102,9 @@ class Window(_Rows):
     long as SGHMC's oscillation period can make it unstable: more friction or a longer window cures that.
     """
 
+    def span(self, steps: int) -> int | None:
+        return min(steps, self.R * self.every)
+
     def write(self, state: State, theta: Tensor) -> None:
         slot = state["seen"] % self.R
         state["rows"].index_copy_(1, slot.view(1), theta.to(state["rows"].dtype).unsqueeze(1))
@@ -109,6 +115,9 @@ class Window(_Rows):
 class Reservoir(_Rows):
     """R states uniform over all seen. Algorithm R (Vitter 1985): state s (from 1) goes to row s - 1 while s <= R, then
     with probability R/s to a uniform row; each chain decides for itself, for all its groups at once."""
+
+    def span(self, steps: int) -> int | None:
+        return steps
 
     def write(self, state: State, theta: Tensor) -> None:
         rows = state["rows"]
@@ -151,6 +160,9 @@ class Ensemble:
 
     def nbytes(self, C: int, D: int) -> int:
         return 0
+
+    def span(self, steps: int) -> int | None:
+        return None
 
     def init(self, theta: Tensor) -> State:
         return {}

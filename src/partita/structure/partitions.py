@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 class Space(Protocol):
-    """What a partition reads of a parameter space: its blocks (name, shape, start, stop, size, layer, out_axis)."""
+    """What a partition reads of a parameter space: its blocks (name, shape, start, stop, size, layer, out_axis, groups)."""
 
     @property
     def dim(self) -> int: ...
@@ -98,10 +98,15 @@ def by_neuron(side: str = "out") -> Partition:
             return _whole(b, f"{b.layer}.bias")
         axis = (b.out_axis if side == "out" else 1 - b.out_axis) if len(b.shape) > 1 else 0
         index = torch.arange(b.shape[axis]).reshape([-1 if a == axis else 1 for a in range(len(b.shape))])
+        count = b.shape[axis]
+        if axis == 1 and b.groups > 1:  # a grouped convolution counts axis 1 anew in each group of axis 0
+            part = torch.arange(b.shape[0]) // (b.shape[0] // b.groups)
+            index = index + count * part.reshape([-1] + [1] * (len(b.shape) - 1))
+            count *= b.groups
         # the inputs of two matrices of one layer (an RNN's x and h) are different neurons, their outputs the same ones
         owner = b.layer if side == "out" else b.name
-        first = b.shape[axis] * _THIRDS.get(b.name.rpartition(".")[2], 0) if side == "out" else 0
-        return [f"{owner}[{first + i}]" for i in range(b.shape[axis])], index.expand(b.shape).reshape(-1)
+        first = count * _THIRDS.get(b.name.rpartition(".")[2], 0) if side == "out" else 0
+        return [f"{owner}[{first + i}]" for i in range(count)], index.expand(b.shape).reshape(-1)
 
     return Partition(f"by_neuron(side={side!r})", lambda s: _by_key(s, keys))
 

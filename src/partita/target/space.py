@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-_PARAMETRIZED = re.compile(r"\.parametrizations\.(\w+)\.original\d*$")
+_PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.(\w+)\.original\d*$")
 _RNN_LEAF = re.compile(r"_(l\d+(?:_reverse)?)$")
 LIKELIHOOD = "likelihood."
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -37,6 +37,7 @@ class Block:
     layer: str
     out_axis: int = 0
     is_norm_scale: bool = False
+    groups: int = 1  # of a grouped convolution: axis 1 then counts within a group
 
     @property
     def size(self) -> int:
@@ -51,7 +52,7 @@ class Block:
         """Inputs that feed one output neuron; 1 for vectors and scalars (biases, scales)."""
         if len(self.shape) < 2:
             return 1
-        return self.size // self.shape[self.out_axis]
+        return self.size // self.shape[self.out_axis] // (self.groups if self.out_axis == 1 else 1)
 
 
 class ParameterSpace:
@@ -108,8 +109,8 @@ class ParameterSpace:
         dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors.values()) else torch.float32
         blocks, start = [], 0
         for name, t in tensors.items():
-            owner = (owners or {}).get(name.rpartition(".")[0])
-            block = Block(name, tuple(t.shape), t.dtype, start, layer_of(name))
+            owner = (owners or {}).get(_plain(name).rpartition(".")[0])
+            block = Block(name, tuple(t.shape), t.dtype, start, layer_of(name), groups=getattr(owner, "groups", 1))
             block = replace(
                 block, out_axis=_out_axis(owner, block.shape), is_norm_scale=_is_norm_scale(owner, name, block.shape)
             )
@@ -177,11 +178,15 @@ def match_names(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
 
 def layer_of(name: str) -> str:
     """The layer a parameter belongs to: its module's path, and inside an RNN its own sub-layer ("lstm.l0")."""
-    name = _PARAMETRIZED.sub(r".\1", name)
-    path, _, leaf = name.rpartition(".")
+    path, _, leaf = _plain(name).rpartition(".")
     rnn = _RNN_LEAF.search(leaf)
     parts = [path, rnn.group(1)] if rnn else [path]
     return ".".join(p for p in parts if p)
+
+
+def _plain(name: str) -> str:
+    """The name of a parametrised tensor as if it were not: a.parametrizations.weight.original0 -> a.weight."""
+    return _PARAMETRIZED.sub(r"\1\2", name)
 
 
 def _is_norm_scale(owner: nn.Module | None, name: str, shape: tuple[int, ...]) -> bool:
