@@ -208,7 +208,7 @@ def test_a_step_changes_nothing_it_was_given_and_keeps_the_shape_of_its_state(sa
     assert new.dtype == dtype
     assert {k: (v.shape, v.dtype) for k, v in after.items()} == {k: (v.shape, v.dtype) for k, v in state.items()}
     heat = sampler.heat(g, after, 0.1, 1.0)
-    assert heat.shape == (C,)
+    assert heat.shape == (C, D)
     assert heat.isfinite().all()
 
 
@@ -322,9 +322,9 @@ def test_heat_of_langevin_is_what_the_step_size_does_to_a_gaussian(rate: Any, T:
     ):
         hot = T / (1 - rate * G * L / 4)
         g = (L * hot).sqrt()
-        torch.testing.assert_close(one.heat(g, its, rate, T), hot.mean(1))
+        torch.testing.assert_close(one.heat(g, its, rate, T), hot)
 
 
 def test_heat_of_sghmc_is_the_mean_square_velocity() -> None:
     v = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 3.0]])
-    assert SGHMC(0.1).heat(torch.zeros(2, 3), {"v": v}, 0.1, 1.0).tolist() == pytest.approx([14 / 3, 3.0])
+    assert SGHMC(0.1).heat(torch.zeros(2, 3), {"v": v}, 0.1, 1.0).tolist() == (v**2).tolist()

@@ -182,7 +182,8 @@ def test_the_span_of_a_history_is_what_it_can_have_seen():
     assert span(pt.Window(5, every=4)) == 20
     assert span(pt.Window(500)) == 60
     assert span(pt.Window(500, burn_in="drop")) == 40
-    assert span(pt.Reservoir(5, every=4)) == 60
+    assert span(pt.Reservoir(5, every=4)) == 40
+    assert span(pt.Reservoir(5, every=4, burn_in="keep")) == 60
     assert gaussian_run(structure=structured(pt.Ensemble()), steps=20, init="module").summary().history_span is None
 
 
@@ -271,3 +272,31 @@ def test_the_printed_summary_holds_the_numbers():
     assert summary.mixing[1].ess_min == pytest.approx(pt.diagnostics.ess(run.samples).min().item())
     probs = run.predict(x[:32]).draws["probs"].log().reshape(3, 225, -1)
     assert summary.mixing[0].rhat_max == pytest.approx(pt.diagnostics.rhat(probs).max().item(), rel=1e-3)
+
+
+def test_a_step_too_large_for_one_parameter_is_told_though_the_average_is_fine():
+    """Heat of SGLD is T / (1 - ελ/4): 1.01 for nine parameters, 2.5 for the stiff one; on average 1.16."""
+    stiff = torch.tensor([1.0] * 9 + [60.0])
+    target = pt.Density(lambda t: -0.5 * (stiff * t * t).sum(), dim=10)
+    run = pt.sample(target, sampler=pt.SGLD(0.04), steps=6_000, burn_in=1_000, thin=5, chains=8)
+    exact = 1 / (1 - 0.04 * 60 / 4)
+    assert run.hottest == pytest.approx(exact, rel=0.1)
+    assert "the hottest parameter runs at temperature 2." in verdict(run)
+    assert "the chain runs hot" not in verdict(run)
+    few = replace(run.summary(), draws=40)
+    assert "hottest parameter" not in "\n".join(few.verdict)
+
+
+def test_notes_of_the_run_are_printed():
+    assert "  what was said before" in str(replace(gaussian_run().summary(), notes=("what was said before",)))
+
+
+def test_variables_stuck_at_a_value_of_their_own_are_unmixed_and_those_that_agree_say_nothing():
+    torch.manual_seed(0)
+    x = torch.randn(4, 200, 3)
+    x[:, :, 1] = torch.arange(4.0)[:, None]  # each chain stuck elsewhere
+    x[:, :, 2] = 7.0
+    m = Mixing.of("parameters", x, 1, 4)
+    assert m.rhat_max == math.inf
+    assert (m.unmixed, m.ess_min) == (0.5, 1.0)
+    assert math.isfinite(m.iac_max)

@@ -15,6 +15,8 @@ from torch import Tensor
 from partita.answers import diagnostics
 
 RHAT_MIXED = 1.05
+HOTTEST = 2.0  # times T: above this a parameter is called hot, although the average is not
+ENOUGH = 400  # states before one parameter's heat is told: the largest of 10^6 means of 400 v² is about 1.4
 HISTORY_SPAN = 20  # a history must span this many IACs, or the chain samples nearly the joint law
 
 
@@ -31,15 +33,22 @@ class Mixing:
     ess_min: float
     iac_median: float
     iac_max: float
+    resolved: bool  # whether the IAC is longer than what thinning hides
 
     @classmethod
     def of(cls, what: str, x: Tensor, thin: int, ensembles: int) -> Mixing:
-        """x [C, S, V]; with coupled chains each of the `ensembles` is one chain, the mean of its members."""
+        """x [C, S, V]; with coupled chains each of the `ensembles` is one chain, the mean of its members.
+
+        A variable on which all chains agree for ever says nothing (R-hat NaN); one on which each chain is stuck at a
+        value of its own says everything (R-hat inf, ESS 1).
+        """
         rhat, ess, iac = measure(x, ensembles)
-        fine = rhat.isfinite()
-        if not bool(fine.any()):
-            return cls(what, int(x.shape[-1]), *[math.nan] * 7)
-        rhat, ess, iac = rhat[fine], ess[fine], iac[fine] * thin
+        told = ~rhat.isnan()
+        if not bool(told.any()):
+            nan = math.nan
+            return cls(what, int(x.shape[-1]), nan, nan, nan, nan, nan, nan, nan, resolved=False)
+        rhat, ess, iac = rhat[told], ess[told].masked_fill(rhat[told].isinf(), 1.0), iac[told] * thin
+        iac = iac[iac.isfinite()]
         return cls(
             what,
             int(x.shape[-1]),
@@ -48,8 +57,9 @@ class Mixing:
             (rhat > RHAT_MIXED).float().mean().item(),
             ess.median().item(),
             ess.min().item(),
-            iac.median().item(),
-            iac.max().item(),
+            iac.median().item() if iac.numel() else math.inf,
+            iac.max().item() if iac.numel() else math.inf,
+            resolved=bool(iac.numel()) and iac.median().item() > 2 * thin,
         )
 
 
@@ -75,11 +85,13 @@ class Summary:
     target_temperature: float
     temperature: Tensor  # [M], median over chains
     heat: float
+    hottest: float  # the hottest parameter's
     mixing: tuple[Mixing, ...]
     composition_gap: float | None
     history_span: int | None  # R · every, in steps
     seconds: float
     stopped: str | None
+    notes: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> list[str]:
@@ -115,7 +127,12 @@ class Summary:
                 f"{self.target_temperature:g} is asked; "
                 + ("take smaller steps or larger batches" if excess > 1 else "run longer")
             )
-        iac = next((m.iac_median for m in self.mixing if not math.isnan(m.iac_median)), None)
+        elif self.hottest > HOTTEST * self.target_temperature and self.draws * self.chains >= ENOUGH:
+            said.append(
+                f"the hottest parameter runs at temperature {self.hottest:.3g} where {self.target_temperature:g} is asked "
+                f"(the average at {self.heat:.3g}): the step is too large for it"
+            )
+        iac = next((m.iac_median for m in self.mixing if m.resolved), None)
         if self.history_span is not None and iac is not None and self.history_span < HISTORY_SPAN * iac:
             said.append(
                 f"the history spans {self.history_span:,} steps, {self.history_span / iac:.1f} autocorrelation times: "
@@ -143,8 +160,10 @@ class Summary:
         if t.numel():
             lines.append(
                 f"temperature {self.target_temperature:g}: E[(θ-θ̄)·g] by group {t.median():.3f} "
-                f"({t.min():.3f} to {t.max():.3f}), step heat {self.heat:.3f}"
+                f"({t.min():.3f} to {t.max():.3f}),\n"
+                f"  step heat {self.heat:.3f} on average, {self.hottest:.3g} in the hottest parameter"
             )
         if self.composition_gap is not None:
             lines.append(f"composition gap {self.composition_gap:.4g} nats a datum")
+        lines += [textwrap.fill(f"  {note}", 79, subsequent_indent="  ") for note in self.notes]
         return "\n".join([*lines, *(textwrap.fill("- " + v, 79, subsequent_indent="  ") for v in self.verdict)])

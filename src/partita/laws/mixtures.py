@@ -139,6 +139,8 @@ def grid_chain(
         q = new - (change @ bend) / (bend @ bend) * (new - old) if old_change.any() else new
     else:
         raise ValueError(f"no self-consistent law within {max_iter} iterations at a={a}, step_size={step_size}")
+    assert new.min() > -1e-12, "the stationary law has negative mass beyond rounding"
+    new = np.maximum(new, 0) / np.maximum(new, 0).sum()
     mean = float(new @ x)
     return ChainLaw(mean, float(new @ x**2 - mean**2), x, np.asarray(new, float))
 

@@ -15,6 +15,8 @@ import torch
 from partita.laws.extra import EXTRA
 from partita.laws.table import Cell, Result, Z, all_cells, pairwise_cells, run_cell
 
+WORST = 50  # rows written down of a table with several seeds
+
 Row = Cell | str  # a cell of the product, or a name in EXTRA
 
 
@@ -61,7 +63,7 @@ def run_rows(chosen: list[Row], seeds: int = 1, jobs: int | None = None) -> Iter
 def markdown(
     outcomes: list[Outcome], title: str, machine: str, number: Callable[[float], str] = "{:.2f}".format
 ) -> str:
-    """A table a row, worst first, with the distribution of all deviations above it."""
+    """A table a row, worst first (of several seeds the WORST only), with the distribution of all deviations above it."""
     good = [o.result for o in outcomes if o.result is not None]
     comparisons = sum(r.comparisons for r in good)
     failed = [o for o in outcomes if not o.passed]
@@ -72,13 +74,16 @@ def markdown(
         f"{len(outcomes):,} rows, {comparisons:,} comparisons, {len(failed)} outside {Z:g} standard errors "
         f"(expected by chance: {by_chance:.2g}). {machine}",
         "",
+        false_alarms(outcomes) + ".",
+        "",
         "Deviations are the largest of a row, in standard errors over independent chains or ensembles; `rel` is the "
         "largest error relative to the standard deviations concerned.",
         "",
         "| row | seed | worst | z | rel |",
         "|---|---|---|---|---|",
     ]
-    for o in sorted(outcomes, key=lambda o: -(o.result.z if o.result else math.inf)):
+    several = len({o.seed for o in outcomes}) > 1
+    for o in sorted(outcomes, key=lambda o: -(o.result.z if o.result else math.inf))[: WORST if several else None]:
         r = o.result
         cells = [r.where, number(r.z), f"{r.relative:.4f}"] if r else [o.error, "–", "–"]
         lines.append(f"| {' | '.join([o.name, str(o.seed), *cells])} |")

@@ -13,6 +13,7 @@ from partita.engine.batches import Batches
 from partita.engine.chains import Energies
 from partita.engine.step import Chains, Step
 from partita.runs.checks import number, whole
+from partita.runs.monitors import recalibrated
 from partita.runs.setup import prepare, seeded
 from partita.samplers import Sampler
 from partita.structure import Ensemble, Joint, Structure, Structured
@@ -29,11 +30,12 @@ class Optimum:
     theta: Tensor
     energy: Tensor
     target: Target
+    statistics: dict[str, Tensor]  # BatchNorm buffers of each optimum, {name: [C, ...]}
 
     def module(self, chain: int = 0) -> nn.Module:
         if not isinstance(self.target, Posterior):
             raise ValueError("a Density has no module")
-        return self.target.module(self.theta[chain])
+        return self.target.module(self.theta[chain], {k: v[chain] for k, v in self.statistics.items()})
 
     def __repr__(self) -> str:
         return f"Optimum(chains={self.theta.shape[0]}, energy per datum {self.energy[0]:.4g} -> {self.energy[-1]:.4g})"
@@ -75,15 +77,18 @@ def optimize(
     with seeded(seed, device, target) as dev:
         plan = prepare(target, data, Joint(), None, chains=chains, batch_size=batch_size, init=init, device=dev)
         theta, energy = descend(plan.step.energies, plan.step.batches, plan.theta, steps, lr)
+        fixed = plan.step.energies.target
+        statistics = recalibrated(fixed, theta, plan.step.batches) if isinstance(fixed, Posterior) else {}
     if not bool(theta.isfinite().all() & energy[-1].isfinite()):
         raise ValueError(f"the optimisation diverged (NaN or inf) with lr={lr:g}, expected a smaller one to work")
-    return Optimum(theta.cpu(), energy.cpu(), target)
+    return Optimum(theta.cpu(), energy.cpu(), target, {k: v.cpu() for k, v in statistics.items()})
 
 
 @dataclass(frozen=True)
 class StepSearch:
     """The step size found, and the curve it was read from: `heat` is the temperature each step leaves the chain at,
-    over T (1 is right); `energy` the energy per datum; inf where the chain diverged."""
+    over T (1 is right), on average over the parameters (stiff ones run hotter: a run's summary tells the hottest);
+    `energy` the energy per datum; inf where the chain diverged."""
 
     step_size: float
     steps: tuple[float, ...]
@@ -160,7 +165,7 @@ def _heat(step: Step, chains: Chains, sizes: list[float], per: int, steps: int) 
             step.remember(chains)
         if t > steps // 2:
             share = 1 / (steps - steps // 2)
-            heat += share * step.sampler.heat(grad.g, chains.sampler, rate, T) / T
+            heat += share * step.sampler.heat(grad.g, chains.sampler, rate, T).mean(1) / T
             energy += share * (grad.composed + grad.prior) / step.batches.N
     fine = (heat.isfinite() & energy.isfinite() & chains.theta.isfinite().all(1)).view(n, per).all(1)
     mean = lambda x: x.view(n, per).mean(1).masked_fill(~fine, math.inf).tolist()

@@ -23,7 +23,8 @@ class Run:
     """Posterior samples and what was seen on the way.
 
     samples [C, S, D]; steps: the step of each draw; statistics: BatchNorm buffers of each draw {name: [C, S, ...]};
-    temperature [C, M] per group and heat [C]; metrics: one record per monitor step; stopped: why it ended early.
+    temperature [C, M] per group; heat [C], and `hottest` that of the hottest parameter; metrics: one record per monitor
+    step; stopped: why it ended early.
     """
 
     target: Target
@@ -35,6 +36,7 @@ class Run:
     statistics: dict[str, Tensor]
     temperature: Tensor
     heat: Tensor
+    hottest: float
     probe: Any
     ensembles: int
     groups: Groups
@@ -86,18 +88,20 @@ class Run:
             target_temperature=self.target.temperature,
             temperature=self.temperature.median(0).values,
             heat=float(self.heat.median()),
+            hottest=self.hottest,
             mixing=tuple(mixing),
             composition_gap=gaps[-1] if gaps else None,
             history_span=self._history_span(),
             seconds=float(self.settings.get("seconds", 0.0)),
             stopped=self.stopped,
+            notes=tuple(self.settings.get("notes", ())),
         )
 
     def _history_span(self) -> int | None:
         """Steps between the oldest and the newest state the history holds."""
         if self.history is None:
             return None
-        seen = int(self.settings["steps"]) - (int(self.settings["burn_in"]) if self.history.drops_burn_in else 0)
+        seen = int(self.settings["done"]) - (int(self.settings["burn_in"]) if self.history.drops_burn_in else 0)
         return self.history.span(seen)
 
     def _functions(self) -> Tensor:

@@ -121,7 +121,8 @@ class _Loop:
         self.kept: list[int] = []
         self.metrics: list[dict[str, Any]] = []
         self.temperature = TemperatureCheck(plan.theta)
-        self.heat = torch.zeros(C, dtype=torch.float64, device=plan.device)
+        self.heat = torch.zeros(C, D, dtype=torch.float64, device=plan.device)
+        self.done = 0
         self.stopped: str | None = None
 
     def go(self, monitors: list, monitor_every: int, bar: Progress) -> Run:
@@ -135,6 +136,7 @@ class _Loop:
                 step = warm if history is not None and t <= history.warm_up else self.step
                 before = chains.theta
                 chains, grad = step(chains, rate, 1.0 if t <= self.burn_in else 0.0)
+                self.done = t
                 if history is not None:
                     if t == self.burn_in and history.drops_burn_in:
                         self.step.forget(chains)
@@ -201,6 +203,8 @@ class _Loop:
         groups = self.step.structure.groups
         n = self.temperature.n or math.nan
         stats = self.statistics[: len(self.kept)]  # an interrupt may fall between the two
+        heat = (self.heat / n).float().cpu()
+        self.settings["done"] = self.done
         return Run(
             target=self.target,
             samples=self.draws[:, : len(self.kept)],
@@ -210,7 +214,8 @@ class _Loop:
             stopped=self.stopped,
             statistics={k: torch.stack([s[k].cpu() for s in stats], 1) for k in stats[0]} if stats else {},
             temperature=self.temperature.groups(groups.labels, groups.count),
-            heat=(self.heat / n).float().cpu(),
+            heat=heat.mean(1),
+            hottest=heat.mean(0).max().item(),
             probe=self.plan.probe,
             ensembles=self.plan.ensembles,
             groups=groups,

@@ -31,4 +31,4 @@ class Sampler(Protocol):
         """θ [C, D], g(θ) [C, D] -> the next θ and state."""
 
     def heat(self, g: Tensor, state: State, rate: Rate, T: float) -> Tensor:
-        """[C]: the temperature this step size leaves the chain at, estimated at one state (T when ε → 0)."""
+        """[C, D]: the temperature this step size leaves each coordinate at, estimated at one state (T when ε → 0)."""

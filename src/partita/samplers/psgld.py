@@ -52,5 +52,5 @@ class PSGLD:
         return theta - 0.5 * eps * G * g + (eps * T * G).sqrt() * torch.randn_like(theta), state
 
     def heat(self, g: Tensor, state: State, rate: Rate, T: float) -> Tensor:
-        """T + (ε/4) E gᵀGg / D (see SGLD.heat)."""
-        return T + (0.25 * rate * precondition.matrix(state, self.beta) * g * g).mean(1)
+        """T + (ε/4) E G g² (see SGLD.heat)."""
+        return T + 0.25 * rate * precondition.matrix(state, self.beta) * g * g

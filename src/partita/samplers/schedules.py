@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Protocol
 
 
@@ -92,8 +93,8 @@ class Cyclical:
 
 def as_schedule(value: float | Schedule, name: str) -> Schedule:
     """A number becomes a constant; a schedule stays itself."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        if not 0 < value < math.inf:
+    if isinstance(value, Real) and not isinstance(value, bool):
+        if not 0 < float(value) < math.inf:
             raise ValueError(f"{name} is {value!r}, expected a number above 0 or a schedule")
         return Constant(float(value))
     if not (callable(value) and hasattr(value, "largest")) or isinstance(value, type):
@@ -103,5 +104,5 @@ def as_schedule(value: float | Schedule, name: str) -> Schedule:
 
 def _check(who: str, **values: float) -> None:
     for name, value in values.items():
-        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        if not isinstance(value, Real) or not 0 < float(value) < math.inf:
             raise ValueError(f"{who} got {name}={value!r}, expected a number above 0")

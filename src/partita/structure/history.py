@@ -114,7 +114,10 @@ class Window(_Rows):
 @dataclass(frozen=True)
 class Reservoir(_Rows):
     """R states uniform over all seen. Algorithm R (Vitter 1985): state s (from 1) goes to row s - 1 while s <= R, then
-    with probability R/s to a uniform row; each chain decides for itself, for all its groups at once."""
+    with probability R/s to a uniform row; each chain decides for itself, for all its groups at once. Since it forgets
+    nothing by itself, it starts anew after burn-in (`burn_in="keep"` keeps what it saw before)."""
+
+    burn_in: str = "drop"
 
     def span(self, steps: int) -> int | None:
         return steps
