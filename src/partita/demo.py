@@ -130,10 +130,10 @@ def sample_digits(x: Tensor, y: Tensor, seed: int) -> pt.Run:
     return pt.sample(
         posterior,
         (x, y),
-        sampler=pt.SGHMC(time_step=0.02, friction=5.0),
-        steps=3_500,
-        burn_in=500,
-        thin=5,
+        sampler=pt.SGHMC(time_step=0.01, friction=5.0),
+        steps=7_000,
+        burn_in=1_000,
+        thin=10,
         chains=4,
         batch_size=len(y),
         seed=seed,
@@ -154,7 +154,7 @@ def draw_digits(x: Tensor, y: Tensor, prediction: pt.Prediction, path: Path, n: 
     entropy, probs = prediction.entropy(), prediction.probs
     information = prediction.mutual_information()
     order = entropy.argsort()
-    figure = Figure(figsize=(13, 5.0), layout="constrained")
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
     rows = np.asarray(figure.subfigures(2, 1, hspace=0.06)).tolist()
     for row, picks, title in zip(rows, (order[:n], order[-n:].flip(0)), ("most certain", "least certain")):
         row.suptitle(f"{title}: predicted (true), entropy, of which caused by the parameters", fontsize=11)
