@@ -276,7 +276,13 @@ WRONG = {
         (v, r"monitor_every is .*, expected a whole number of at least 1") for v in (0, -1, 2.0, "5")
     ),
     "device": tuple((v, r"device is .*, expected 'auto', 'cpu' or 'cuda'") for v in ("gpu", None, 1.5, "meta")),
-    "engine": tuple((v, r"engine is .*, expected 'auto' or 'eager'") for v in ("fast", None, 1)),
+    "engine": tuple(
+        (v, r"engine is .*, expected one of \('auto', 'eager', 'compile', 'graph'\)") for v in ("fast", None, 1)
+    ),
+    "precision": tuple(
+        (v, r"precision is .*, expected one of \('float32', 'tf32', 'bf16'\)") for v in ("fp8", None, 16)
+    ),
+    "augment": tuple((v, r"augment is .*, expected a function") for v in ("flip", 4, pt.data.CropFlip)),
     "keep": tuple((v, r"keep is .*, expected 'auto' or 'all'") for v in ("none", None, 10)),
     "memory": tuple((v, r"memory is .*, expected a whole number of bytes") for v in (0, 1e9, "1 GB", None)),
     "progress": tuple((v, r"progress is .*, expected True, False or None") for v in ("no", 3)),

@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
-from partita.engine import batches as module
-from partita.engine.batches import Loader, NoData, Resident, make_batches
+from partita.engine.batches import Loader, NoData, Resident
+from partita.runs import inputs as module
+from partita.runs.inputs import make_batches
 
 CPU = torch.device("cpu")
 N = 40

@@ -6,7 +6,8 @@ from torch import nn
 
 import partita as pt
 from partita.engine.chains import Energies, bytes_per_pass, choose
-from partita.engine.step import chunk_size, device_of
+from partita.engine.step import chunk_size
+from partita.runs.setup import device_of
 
 C, K, B = 5, 3, 6
 

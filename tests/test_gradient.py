@@ -78,7 +78,7 @@ def window(rows: Tensor) -> tuple[Window, State]:
 def gradient(
     bound: Bound, theta: Tensor, state: State, chunk: int = 100, energy: Any = nonlinear, u0: Any = prior
 ) -> Gradient:
-    return bound.gradient(theta, state, energy, u0, chunk)
+    return bound.gradient(theta, state, lambda phi, first: energy(phi), u0, chunk)
 
 
 def starts(C: int = 3, seed: int = 0) -> tuple[Tensor, Tensor]:

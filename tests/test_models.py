@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 
-from partita.models import convnet, mlp
+from partita.models import convnet, mlp, resnet
 
 
 def size(model: nn.Module) -> int:
@@ -49,6 +49,53 @@ def test_convnet_runs_under_vmap():
 
 
 @pytest.mark.parametrize(
+    "channels, norm, shortcut, count",
+    [
+        (3, "batch", "A", 269_722),  # He et al.'s 0.27 million
+        (1, "batch", "A", 269_722 - 2 * 16 * 9),
+        (3, "batch", "conv", 269_722 + 16 * 32 + 32 * 64 + 2 * (32 + 64)),
+        (3, "group", "A", 269_722),
+        (3, "frn", "A", 269_722 + 16 + 6 * (16 + 32 + 64)),  # a threshold for each channel of each normalisation
+    ],
+)
+def test_resnet20_has_its_published_size(channels, norm, shortcut, count):
+    model = resnet(channels, norm=norm, shortcut=shortcut)
+    assert size(model) == count
+    assert model(torch.randn(2, channels, 16, 16)).shape == (2, 10)
+
+
+def test_resnet_depth_and_width():
+    convolutions = lambda m: sum(isinstance(c, nn.Conv2d) for c in m.modules())
+    assert convolutions(resnet(depth=20)) == 19  # and the linear layer
+    assert convolutions(resnet(depth=32)) == 31
+    assert resnet(depth=8, width=8)(torch.randn(2, 3, 9, 9)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("norm", ["frn", "group"])
+def test_resnet_rows_are_independent_and_run_under_vmap(norm):
+    model = resnet(1, 3, depth=8, width=8, norm=norm)
+    x = torch.randn(4, 1, 8, 8)
+    torch.testing.assert_close(model(x)[:2], model(x[:2]), rtol=1e-4, atol=1e-5)
+    params = {k: torch.stack([v, v + 0.01]) for k, v in model.named_parameters()}
+    out = vmap(lambda p: functional_call(model, p, (x,)))(params)
+    torch.testing.assert_close(out[0], model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_filter_response_norm_is_its_formula():
+    from partita.models.resnet import FilterResponseNorm
+
+    norm, x = FilterResponseNorm(2), torch.randn(3, 2, 4, 5)
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([2.0, 3.0]))
+        norm.bias.copy_(torch.tensor([0.5, -0.5]))
+    for i in range(3):
+        for c in range(2):
+            nu2 = (x[i, c] ** 2).mean()
+            expected = norm.weight[c] * x[i, c] / (nu2 + 1e-6).sqrt() + norm.bias[c]
+            torch.testing.assert_close(norm(x)[i, c], expected)
+
+
+@pytest.mark.parametrize(
     "call, says",
     [
         (lambda: mlp(4, 50, 2), r"hidden=50, expected a sequence"),
@@ -60,6 +107,11 @@ def test_convnet_runs_under_vmap():
         (lambda: convnet(1, 10, width=2.5), r"width=2\.5, expected"),
         (lambda: convnet(1, 10, norm="layer"), r"norm='layer', expected 'batch'"),
         (lambda: convnet(1, 10, image=8), r"image=8, expected \(height, width\)"),
+        (lambda: resnet(0), r"channels=0, expected"),
+        (lambda: resnet(depth=19), r"depth=19, expected 6n \+ 2"),
+        (lambda: resnet(norm="layer"), r"norm='layer', expected 'frn', 'group' or 'batch'"),
+        (lambda: resnet(norm="group", width=12), r"width=12 with norm='group', expected a multiple of 8"),
+        (lambda: resnet(shortcut="B"), r"shortcut='B', expected 'A' or 'conv'"),
         (lambda: convnet(1, 10, image=(8, 0)), r"image width=0, expected"),
     ],
 )

@@ -14,7 +14,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 import partita as pt
-from partita.engine.batches import make_batches
+from partita.runs.inputs import make_batches
 from partita.target.likelihoods import FromFunction, as_likelihood
 from partita.target.posterior import forward_failed
 from partita.target.space import ParameterSpace

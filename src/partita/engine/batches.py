@@ -14,19 +14,20 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from partita.target import Batch
-from partita.target.trees import as_tensors, leaves, map_tree, zip_trees
+from partita.target.pairs import as_pair, check_lengths, what
+from partita.target.trees import leaves, map_tree, zip_trees
 
 HEAD = 64  # rows looked at before a run
 RECALIBRATE = 2048  # rows BatchNorm statistics are recomputed from
-DATASET_LIMIT = 4 * 2**30  # bytes: a larger Dataset belongs in a DataLoader
 
 
 class Batches(Protocol):
     N: int
     B: int
+    inside: bool  # draw is tensor work alone, which can be compiled and captured
 
     def draw(self, C: int) -> Batch:
         """(x, y), leaves [C, B, ...]; None without data."""
@@ -48,6 +49,7 @@ class NoData:
     """For a Density."""
 
     N = B = 1
+    inside = True
 
     def draw(self, C: int) -> Batch:
         return None
@@ -67,6 +69,8 @@ class NoData:
 class Resident:
     """Tensors on the device; B of N rows with replacement, or all of them."""
 
+    inside = True
+
     def __init__(self, x: Any, y: Tensor, batch_size: int):
         self.x, self.y, self.N, self.B = x, y, int(y.shape[0]), batch_size
 
@@ -74,7 +78,7 @@ class Resident:
         if self.B == self.N:
             return map_tree(lambda t: t.expand(C, *t.shape), (self.x, self.y))
         index = torch.randint(self.N, (C, self.B), device=self.y.device)
-        return map_tree(lambda t: t[index], (self.x, self.y))
+        return map_tree(lambda t: _rows(t, index), (self.x, self.y))
 
     look = draw  # the caller keeps the random state
 
@@ -92,7 +96,10 @@ class Resident:
 
 
 class Loader:
-    """A DataLoader of (x, y) pairs, gone through again and again; short last batches are left out."""
+    """A DataLoader of (x, y) pairs, gone through again and again; short last batches are left out. Batches go to a GPU
+    from pinned memory on a stream of their own, beside the step before."""
+
+    inside = False
 
     def __init__(self, loader: DataLoader, device: torch.device):
         try:
@@ -104,6 +111,7 @@ class Loader:
         if isinstance(getattr(loader.batch_sampler, "sampler", None), SequentialSampler):
             warnings.warn("the DataLoader does not shuffle: batches come in the data's own order", stacklevel=4)
         self.loader, self.device, self.B = loader, device, 0
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._stream = self._forever()
         self._first = next(self._stream)
         self._stream = chain([self._first], self._stream)
@@ -112,14 +120,14 @@ class Loader:
 
     def draw(self, C: int) -> Batch:
         self._last = list(islice(self._stream, C))
-        return zip_trees(torch.stack, self._last)
+        return self._send(zip_trees(torch.stack, self._last))
 
     def look(self, C: int) -> Batch:
         """The last batches drawn, once more."""
-        return zip_trees(torch.stack, list(islice(cycle(self._last), C)))
+        return self._send(zip_trees(torch.stack, list(islice(cycle(self._last), C))))
 
     def head(self, rows: int) -> Batch:
-        return map_tree(lambda t: t[:rows], self._first)
+        return self._send(map_tree(lambda t: t[:rows], self._first))
 
     def targets(self) -> Tensor:
         return self._first[1]
@@ -129,15 +137,28 @@ class Loader:
         if not self._inputs:
             ahead = list(islice(self._stream, max(rows // self.B, 1)))
             self._stream = chain(ahead, self._stream)
-            self._inputs = [x for x, _ in ahead]
+            self._inputs = [self._send(x) for x, _ in ahead]
         return iter(self._inputs)
 
     def _pair(self, batch: Any) -> tuple[Any, Tensor]:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise ValueError(f"the DataLoader gives {_what(batch)}, expected pairs (x, y)")
-        x, y = _as_pair(batch)
-        _check_lengths(x, y)
-        return map_tree(lambda t: t.to(self.device, non_blocking=True), (x, y))
+            raise ValueError(f"the DataLoader gives {what(batch)}, expected pairs (x, y)")
+        x, y = as_pair(batch)
+        check_lengths(x, y)
+        return x, y
+
+    def _send(self, batch: Any) -> Any:
+        """A batch on the device."""
+        if self._side is None:
+            return map_tree(lambda t: t.to(self.device), batch)
+        here = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._side):
+            pinned = map_tree(lambda t: t if t.is_cuda else t.pin_memory(), batch)
+            batch = map_tree(lambda t: t.to(self.device, non_blocking=True), pinned)
+        here.wait_stream(self._side)
+        for _, t in leaves(batch):
+            t.record_stream(here)
+        return batch
 
     def _forever(self) -> Iterator[tuple[Any, Tensor]]:
         while True:
@@ -154,94 +175,8 @@ class Loader:
                 )
 
 
-def make_batches(data: Any, batch_size: int | None, device: torch.device, needs_data: bool = True) -> Batches:
-    """(x, y) tensors or arrays, a Dataset or a DataLoader -> batches on the device."""
-    if not needs_data:
-        if data is not None:
-            raise ValueError(f"data is {_what(data)}, expected none: a Density takes no data")
-        return NoData()
-    if data is None:
-        raise ValueError("data is None, expected (x, y), a Dataset or a DataLoader")
-    if isinstance(data, DataLoader):
-        if batch_size is not None:
-            raise ValueError(f"batch_size={batch_size} beside a DataLoader, which has its own: expected None")
-        loader = Loader(data, device)
-        _check_values(*loader._first)
-        return loader
-    x, y = _pair(data)
-    n = _check_lengths(x, y)
-    size = min(n, 128) if batch_size is None else batch_size
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(f"batch_size is {batch_size!r}, expected a whole number of at least 1")
-    if size > n:
-        raise ValueError(f"batch_size is {size:,} with N = {n:,} data, expected at most N")
-    _check_values(x, y)
-    x, y = map_tree(lambda t: t.to(device), (x, y))
-    return Resident(x, y, size)
-
-
-def _pair(data: Any) -> tuple[Any, Tensor]:
-    if isinstance(data, TensorDataset):
-        data = data.tensors
-    elif isinstance(data, Dataset):
-        data = _load(data)
-    if not isinstance(data, (tuple, list)) or len(data) != 2:
-        raise ValueError(f"data is {_what(data)}, expected a pair (x, y), a Dataset of pairs or a DataLoader")
-    return _as_pair(data)
-
-
-def _as_pair(pair: Any) -> tuple[Any, Tensor]:
-    x, y = as_tensors(pair[0], "x"), as_tensors(pair[1], "y")
-    if not isinstance(y, Tensor):
-        raise ValueError(f"y is {_what(y)}, expected one tensor")
-    return x, y
-
-
-def _load(dataset: Dataset) -> tuple[Any, Any]:
-    """A map-style Dataset as tensors."""
-    if not hasattr(dataset, "__len__"):
-        raise ValueError("the Dataset has no length, expected a map-style one (or a DataLoader of one)")
-    n = len(dataset)
-    if n < 1:
-        raise ValueError(f"the Dataset has {n} rows, expected at least 1")
-    row = dataset[0]
-    if not isinstance(row, (tuple, list)) or len(row) != 2:
-        raise ValueError(f"the Dataset gives {_what(row)}, expected pairs (x, y)")
-    try:
-        pair = default_collate([row])
-    except TypeError:
-        kinds = ", ".join(type(v).__name__ for v in row)
-        raise ValueError(f"the Dataset gives pairs of ({kinds}), expected tensors, arrays or numbers") from None
-    size = n * sum(t.numel() * t.element_size() for _, t in leaves(tuple(pair)))
-    if size > DATASET_LIMIT:
-        raise ValueError(
-            f"the Dataset needs {size / 2**30:.1f} GiB as tensors ({n:,} rows), expected at most "
-            f"{DATASET_LIMIT / 2**30:.0f}: pass a DataLoader"
-        )
-    x, y = default_collate([dataset[i] for i in range(n)])
-    return x, y
-
-
-def _what(data: Any) -> str:
-    return f"a {type(data).__name__}{f' of {len(data)}' if isinstance(data, (tuple, list)) else ''}"
-
-
-def _check_lengths(x: Any, y: Tensor) -> int:
-    sizes = {path: (int(t.shape[0]) if t.dim() else 0) for path, t in (*leaves(x), ("y", y))}
-    if len(set(sizes.values())) != 1 or min(sizes.values()) < 1:
-        raise ValueError(f"the data have unequal or no rows: {sizes}, expected one N of at least 1 for all")
-    devices = {path: str(t.device) for path, t in (*leaves(x), ("y", y))}
-    if len(set(devices.values())) != 1:
-        raise ValueError(f"mixed devices: {devices}, expected one device for all the data")
-    return int(y.shape[0])
-
-
-def _check_values(x: Any, y: Tensor) -> None:
-    for path, t in (*leaves(x), ("y", y)):
-        if t.dtype.is_floating_point and not bool(t.isfinite().all()):
-            bad = (~t.isfinite()).reshape(t.shape[0], -1).any(1)
-            row = int(bad.nonzero()[0])
-            raise ValueError(
-                f"{path} holds NaN or inf in {int(bad.sum()):,} of {t.shape[0]:,} rows (first: {row}), expected "
-                "finite numbers"
-            )
+def _rows(t: Tensor, index: Tensor) -> Tensor:
+    """t[index], and images in channels_last stay so."""
+    if t.dim() == 4 and not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last):
+        return t.permute(0, 2, 3, 1)[index].permute(0, 1, 4, 2, 3)
+    return t[index]

@@ -5,86 +5,138 @@ Shapes: C chains, k compositions, D coordinates; φ [C, k, D] -> U [C, k] and �
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.func import vmap
+from torch import Tensor, nn
+from torch.func import grad_and_value, vmap
 
-from partita.target import Batch, Target
-from partita.target.trees import map_tree
+from partita.engine.graphs import captured, seconds
+from partita.target import Batch, Posterior, Target
+from partita.target.trees import leaves, map_tree
 
 AGREE = 0.05  # relative difference of gradients under vmap and in the loop that rounding may explain, bfloat16 included
+STREAMS = 16  # passes side by side
+SLOWER = 0.8
+
+Over = Callable[[Callable[..., Any]], Callable[..., Any]]  # maps a function of one row over rows
 
 
 @dataclass(frozen=True)
 class Energies:
-    """U and ∇U of a target on the scale of n data. `how` is "vmap" or "loop"; `width` chains go at a time."""
+    """U and ∇U of a target on the scale of n data.
+
+    how        "vmap"; "loop", one pass after another; "streams", the loop with its passes side by side on the GPU
+    width      so many chains go at a time under vmap (None: all)
+    pieces     the K compositions of a step share the minibatch out, B/K rows each (1: each sees all of it)
+    precision  "bf16" runs the network in bfloat16; θ, energies and gradients stay float32
+    """
 
     target: Target
     n: int
     how: str = "vmap"
     width: int | None = None
+    pieces: int = 1
+    precision: str = "float32"
 
-    def likelihood(self, phi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """φ [C, k, D] -> U_lik [C, k], ∇U_lik [C, k, D]."""
-        if self.how == "loop":
+    def likelihood(self, phi: Tensor, batch: Batch, first: int = 0) -> tuple[Tensor, Tensor]:
+        """φ [C, k, D], of which the step's composition number `first` is the first -> U_lik [C, k], ∇U_lik [C, k, D]."""
+        if self.pieces > 1:
+            batch = map_tree(lambda t: _piece(t, self.pieces)[:, first : first + phi.shape[1]], batch)
+        if self.how != "vmap":
             return self._loop(phi, batch)
         width = self.width or phi.shape[0]
-        pieces = [self._piece(phi[a : a + width], _slice(batch, a, width)) for a in range(0, phi.shape[0], width)]
-        return pieces[0] if len(pieces) == 1 else (torch.cat([u for u, _ in pieces]), torch.cat([g for _, g in pieces]))
+        parts = [self._vmap(phi[a : a + width], _slice(batch, a, width)) for a in range(0, phi.shape[0], width)]
+        return parts[0] if len(parts) == 1 else (torch.cat([u for u, _ in parts]), torch.cat([g for _, g in parts]))
 
     def prior(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """θ [C, D] -> U_prior [C], ∇U_prior [C, D]."""
         if not self.target.has_prior:
             return torch.zeros_like(theta[:, 0]), torch.zeros_like(theta)
-        with torch.enable_grad():
-            here = theta.detach().requires_grad_()
-            u = vmap(self.target.prior_energy)(here)
-            return u.detach(), _gradient(u, here)
+        return _gradients(vmap, self.target.prior_energy, theta)
 
     def energy(self, theta: Tensor, batch: Batch) -> Tensor:
-        """θ [C, D] -> U_lik [C], without a gradient."""
+        """θ [C, D] -> U_lik [C] on the whole batch, without a gradient."""
         with torch.no_grad():
-            if self.how == "loop":
-                one = [self.target.likelihood_energy(theta[c], _pick(batch, c), self.n) for c in range(len(theta))]
-                return torch.stack(one)
-            f = lambda theta, b: self.target.likelihood_energy(theta, b, self.n)
-            return vmap(f, in_dims=(0, 0 if batch is not None else None), chunk_size=self.width)(theta, batch)
+            if self.how != "vmap":
+                return torch.stack([self._u(theta[c], _pick(batch, c)) for c in range(len(theta))])
+            return vmap(self._u, in_dims=(0, 0 if batch is not None else None), chunk_size=self.width)(theta, batch)
 
-    def _piece(self, phi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """All of φ at once. Row energies depend on their own row alone, so the gradient of their sum is every row's."""
+    def _u(self, theta: Tensor, batch: Batch) -> Tensor:
+        """θ [D] -> U_lik."""
+        if self.precision == "float32":
+            return self.target.likelihood_energy(theta, batch, self.n)
+        with torch.autocast(theta.device.type, torch.bfloat16, cache_enabled=False):
+            return self.target.likelihood_energy(theta, batch, self.n).to(theta.dtype)
+
+    def _vmap(self, phi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         C, k, D = phi.shape
-        f = lambda theta, b: self.target.likelihood_energy(theta, b, self.n)
-        with torch.enable_grad():
-            here = phi.detach().requires_grad_()
-            if batch is None:
-                u = vmap(f, in_dims=(0, None))(here.reshape(C * k, D), None).view(C, k)
-            elif k == 1:
-                u = vmap(f)(here.squeeze(1), batch).unsqueeze(1)
-            else:
-                u = vmap(vmap(f, in_dims=(0, None)))(here, batch)
-            return u.detach(), _gradient(u, here)
+        if batch is None:
+            u, du = _gradients(lambda f: vmap(f, in_dims=(0, None)), self._u, phi.reshape(C * k, D), None)
+            return u.view(C, k), du.view(C, k, D)
+        if k == 1:
+            mine = map_tree(lambda t: t.squeeze(1), batch) if self.pieces > 1 else batch
+            u, du = _gradients(vmap, self._u, phi.squeeze(1), mine)
+            return u.unsqueeze(1), du.unsqueeze(1)
+        inner = None if self.pieces == 1 else 0
+        return _gradients(lambda f: vmap(vmap(f, in_dims=(0, inner))), self._u, phi, batch)
 
     def _loop(self, phi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         u = torch.empty(phi.shape[:2], dtype=phi.dtype, device=phi.device)
         du = torch.empty_like(phi)
-        for c in range(phi.shape[0]):
-            mine = _pick(batch, c)
-            for k in range(phi.shape[1]):
-                theta = phi[c, k].detach().clone().requires_grad_()
-                with torch.enable_grad():
-                    # modules that write into their parameters (max_norm) write into this copy
-                    energy = self.target.likelihood_energy(theta * 1, mine, self.n)
-                    du[c, k] = _gradient(energy, theta)
-                u[c, k] = energy.detach()
+        places = [(c, k) for c in range(phi.shape[0]) for k in range(phi.shape[1])]
+        with _side_by_side(phi.device, len(places) if self.how == "streams" else 0) as on:
+            for i, (c, k) in enumerate(places):
+                mine = _pick(batch, c)
+                with on(i):
+                    u[c, k], du[c, k] = self.value_and_gradient(phi[c, k], _pick(mine, k) if self.pieces > 1 else mine)
         return u, du
 
+    def value_and_gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """θ [D] -> U_lik, ∇U_lik [D]. Modules that write into their parameters (max_norm) write into a copy."""
+        return _gradients(lambda f: f, lambda t, b: self._u(t * 1, b), theta, batch)
 
-def choose(target: Target, n: int, batch: Batch, chains: str = "auto", passes: int = 1) -> tuple[Energies, str | None]:
+
+def _gradients(over: Over, f: Callable[..., Tensor], theta: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """f for every row of θ, as `over` maps it, and its gradients. Rows depend on themselves alone, so in the eager form
+    the gradient of their sum is every row's; a compiler follows the functional form."""
+    if torch.compiler.is_compiling():
+        du, u = over(grad_and_value(f))(theta, *rest)
+        return u, du
+    with torch.enable_grad():
+        here = theta.detach().requires_grad_()
+        u = over(f)(here, *rest)
+        if not u.requires_grad:  # it does not depend on θ
+            return u, torch.zeros_like(theta)
+        (du,) = torch.autograd.grad(u.sum(), here, allow_unused=True)  # of a scalar: other forms import sympy, 1 s
+    return u.detach(), torch.zeros_like(theta) if du is None else du
+
+
+@contextlib.contextmanager
+def _side_by_side(device: torch.device, passes: int) -> Iterator[Callable[[int], Any]]:
+    """on(i): the context of pass i. With passes > 1 on CUDA each of up to STREAMS passes runs on a stream of its own."""
+    if passes < 2 or device.type != "cuda":
+        yield lambda i: contextlib.nullcontext()
+        return
+    here = torch.cuda.current_stream(device)
+    streams = [torch.cuda.Stream(device) for _ in range(min(passes, STREAMS))]
+    for s in streams:
+        s.wait_stream(here)
+    yield lambda i: torch.cuda.stream(streams[i % len(streams)])
+    for s in streams:
+        here.wait_stream(s)
+
+
+def choose(
+    target: Target, n: int, batch: Batch, how: str = "auto", passes: int = 1, precision: str = "float32"
+) -> tuple[Energies, str | None]:
     """Probe gradient and forward with two copies, nested if a step has several passes; the reason when only the loop
-    works. `batch` has a chain axis of 2."""
-    loop = Energies(target, n, "loop")
+    works. Where the network has convolutions, under which vmap can be slow, both are timed. `batch` has a chain axis."""
+    loop = Energies(target, n, "loop", precision=precision)
     theta = target.space.values.expand(2, -1).contiguous()
     theta = theta + 1e-3 * torch.linspace(-1, 1, theta.shape[1]).to(theta)
     try:
@@ -96,20 +148,41 @@ def choose(target: Target, n: int, batch: Batch, chains: str = "auto", passes: i
             "the likelihood does not depend on theta (its gradient is zero everywhere), expected it to: forward must "
             "call the module it is given, not another one"
         )
-    if chains == "loop":
-        return loop, None
+    side = "streams" if theta.device.type == "cuda" else "loop"
+    if how in ("loop", "streams"):
+        return replace(loop, how=how), None
     try:
-        fast = Energies(target, n, "vmap")
-        _, same = fast.likelihood(theta.unsqueeze(1).repeat(1, min(passes, 2), 1), batch)
-        fast.energy(theta, batch)
+        fast = replace(loop, how="vmap")
+        two = _slice(batch, 0, 2)
+        _, same = fast.likelihood(theta.unsqueeze(1).repeat(1, min(passes, 2), 1), two)
+        fast.energy(theta, two)
         apart = float((same[:1, :1] - du).norm() / du.norm())
         if apart > AGREE:  # NaN, when the start has no finite gradient, is for the run to report
             raise RuntimeError(f"its gradient is {apart:.0%} off under vmap")
     except Exception as e:  # whatever vmap cannot follow, the loop can
-        if chains == "vmap":
+        if how == "vmap":
             raise ValueError(f"chains='vmap' does not work for this module: {_first_line(e)}") from e
-        return loop, _first_line(e)
-    return fast, None
+        return replace(loop, how=side), _first_line(e)
+    slow = how == "auto" and isinstance(target, Posterior) and any(map(_convolves, target.network.copy.modules()))
+    return (replace(loop, how=side) if slow and _loses(fast, replace(loop, how=side), theta, batch) else fast), None
+
+
+def _convolves(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.conv._ConvNd)
+
+
+def _loses(fast: Energies, loop: Energies, theta: Tensor, batch: Batch) -> bool:
+    """Whether `loop` takes under SLOWER of the time of `fast`, best of three, on a GPU as graphs."""
+    C = next(leaves(batch))[1].shape[0]
+    phi = theta[:1].expand(C, -1).unsqueeze(1).contiguous()
+    runs: list[Callable[[], Any]] = [partial(e.likelihood, phi, batch) for e in (fast, loop)]
+    if theta.device.type == "cuda":
+        runs = [captured(f).replay for f in runs]
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(3):
+        for f, took in zip(runs, times):
+            took.append(seconds(f, theta.device))
+    return min(times[1]) < SLOWER * min(times[0])
 
 
 def bytes_per_pass(target: Target, n: int, batch: Batch) -> int:
@@ -126,12 +199,9 @@ def bytes_per_pass(target: Target, n: int, batch: Batch) -> int:
     return sum(saved.values()) + 6 * theta.numel() * theta.element_size()
 
 
-def _gradient(u: Tensor, theta: Tensor) -> Tensor:
-    """∂(Σ u)/∂θ; zero where u does not depend on θ."""
-    if not u.requires_grad:
-        return torch.zeros_like(theta)
-    (du,) = torch.autograd.grad(u.sum(), theta, allow_unused=True)  # of a scalar: other forms import sympy, 1 s
-    return torch.zeros_like(theta) if du is None else du
+def _piece(t: Tensor, pieces: int) -> Tensor:
+    """[C, B, ...] -> [C, pieces, B/pieces, ...]."""
+    return t.unflatten(1, (pieces, -1))
 
 
 def _slice(batch: Batch, start: int, count: int) -> Batch:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,20 +41,28 @@ class Step:
     energies: Energies
     temperature: float
     chunk: int
+    augment: Callable[[Any], Any] | None = None  # x, leaves [C, B, ...] -> x
+
+    @property
+    def device(self) -> torch.device:
+        return self.energies.target.space.values.device
 
     def init(self, theta: Tensor) -> Chains:
         scale = self.energies.target.prior_scale()
         return Chains(theta, self.sampler.init(theta, scale), self.structure.init(theta))
 
-    def __call__(self, chains: Chains, rate: Rate, adapt: Rate) -> tuple[Chains, Gradient]:
-        """The chains after one step (histories are not written here), and the gradient at the state before it."""
-        batch = self.batches.draw(chains.theta.shape[0])
+    def __call__(self, chains: Chains, rate: Rate, adapt: Rate, batch: Batch = None) -> tuple[Chains, Gradient]:
+        """The chains after one step (histories are not written here), and the gradient at the state before it. The
+        minibatch is drawn here unless it is given."""
+        batch = self.batches.draw(chains.theta.shape[0]) if batch is None else batch
+        if self.augment is not None and batch is not None:
+            batch = (self.augment(batch[0]), batch[1])
         grad = self.gradient(chains, batch)
         theta, sampler = self.sampler.step(chains.theta, grad.g, chains.sampler, rate, self.temperature, adapt)
         return Chains(theta, sampler, chains.history), grad
 
     def gradient(self, chains: Chains, batch: Batch) -> Gradient:
-        likelihood = lambda phi: self.energies.likelihood(phi, batch)
+        likelihood = lambda phi, first: self.energies.likelihood(phi, batch, first)
         return self.structure.gradient(chains.theta, chains.history, likelihood, self.energies.prior, self.chunk)
 
     def remember(self, chains: Chains) -> None:
@@ -71,20 +81,3 @@ def chunk_size(passes: int, chains: int, bytes_per_pass: int, budget: int) -> tu
     chunk = max(1, min(passes, budget // max(chains * bytes_per_pass, 1)))
     width = max(1, budget // max(bytes_per_pass, 1))
     return chunk, None if width >= chains else width
-
-
-def device_of(device: str | torch.device, preferred: torch.device) -> torch.device:
-    """ "auto": where the target lies if that is an accelerator, else CUDA when there is one."""
-    if device != "auto":
-        try:
-            chosen = torch.device(device)
-        except (RuntimeError, TypeError):
-            raise ValueError(f"device is {device!r}, expected 'auto', 'cpu' or 'cuda'") from None
-        if chosen.type not in ("cpu", "cuda"):
-            raise ValueError(f"device is {device!r}, expected 'auto', 'cpu' or 'cuda'")
-        if chosen.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device is {device!r} and this machine has no CUDA device, expected 'auto' or 'cpu'")
-        return chosen
-    if preferred.type != "cpu":
-        return preferred
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -2,5 +2,6 @@
 
 from .cnn import convnet
 from .mlp import mlp
+from .resnet import resnet
 
-__all__ = ["convnet", "mlp"]
+__all__ = ["convnet", "mlp", "resnet"]

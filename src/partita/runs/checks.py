@@ -6,6 +6,8 @@ import math
 from numbers import Integral, Real
 from typing import Any
 
+from partita.engine.modes import MODES, PRECISIONS
+
 
 def whole(value: Any, least: int) -> bool:
     """A whole number of at least `least`; True and False are not numbers here."""
@@ -29,11 +31,15 @@ def check_sampler(sampler: Any) -> None:
         raise ValueError(f"sampler is {came}, expected for example pt.SGLD(step_size=1e-4)")
 
 
-def check_choices(monitor_every: Any, engine: Any, keep: Any, progress: Any) -> None:
+def check_choices(monitor_every: Any, engine: Any, precision: Any, augment: Any, keep: Any, progress: Any) -> None:
     if monitor_every is not None and not whole(monitor_every, 1):
         raise ValueError(f"monitor_every is {monitor_every!r}, expected a whole number of at least 1")
-    if engine not in ("auto", "eager"):
-        raise ValueError(f"engine is {engine!r}, expected 'auto' or 'eager'")
+    if engine not in MODES:
+        raise ValueError(f"engine is {engine!r}, expected one of {MODES}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}, expected one of {PRECISIONS}")
+    if augment is not None and (isinstance(augment, type) or not callable(augment)):
+        raise ValueError(f"augment is {augment!r}, expected a function x [C, B, ...] -> x: pt.data.CropFlip()")
     if keep not in ("auto", "all"):
         raise ValueError(f"keep is {keep!r}, expected 'auto' or 'all'")
     if progress not in (None, True, False):

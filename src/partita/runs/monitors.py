@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from partita.answers.predictive import Prediction, predict
-from partita.engine.batches import HEAD, RECALIBRATE, Resident, make_batches
+from partita.engine.batches import HEAD, RECALIBRATE, Resident
 from partita.engine.step import Chains, Step
+from partita.runs.inputs import make_batches
 from partita.target import Posterior, Target
 from partita.target.trees import map_tree
 

@@ -22,7 +22,7 @@ class Progress:
             s = settings
             console.print(
                 f"[bold]partita[/bold] {s['sampler']} · {s['groups']:,} group{'s' * (s['groups'] != 1)} · "
-                f"{s['chains']} chains · {s['passes']:,} passes a step · {s['device']}",
+                f"{s['chains']} chains · {s['passes']:,} passes a step · {s['device']} · {s['engine']}",
                 highlight=False,
             )
             for note in s["notes"]:

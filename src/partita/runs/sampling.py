@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from partita.engine.modes import Eager, choose_engine, tf32
 from partita.engine.step import Chains, Step
 from partita.runs.checks import check_choices, check_sampler, check_target, lengths
 from partita.runs.errors import DivergenceError
@@ -42,6 +45,8 @@ def sample(
     monitor_every: int | None = None,
     device: str | torch.device = "auto",
     engine: str = "auto",
+    precision: str = "float32",
+    augment: Callable[[Any], Any] | None = None,
     keep: str = "auto",
     memory: int = 2**30,
     progress: bool | None = None,
@@ -55,16 +60,20 @@ def sample(
     init, spread    "fresh" | "module" | "prior" | "map" | tensor [D] or [C, D]; plus spread · N(0, 1)
     monitor         {name: (x, y)} is scored, functions of a `Moment` are called, every monitor_every steps; a function
                     that returns a string stops the run, and the run records why
+    engine          "eager"; "compile"; "graph", a CUDA graph of the compiled step; "auto" compiles when the run repays it
+    precision       "bf16" or "tf32": the network's; θ, noise and the sampler's state stay float32 ("float32" leaves
+                    torch's own tf32 switches as they are)
+    augment         x -> x for the batches of all chains at once, leaves [C, B, ...], drawn anew for every row
     keep            "auto" thins further so that the draws take at most 2 GiB; "all" keeps what was asked or refuses
     memory          bytes the compositions of one step may take at once
     """
     check_target(target)
     check_sampler(sampler)
     steps, burn_in, thin = lengths(steps, burn_in, thin)
-    check_choices(monitor_every, engine, keep, progress)
+    check_choices(monitor_every, engine, precision, augment, keep, progress)
     sampler.check(target.temperature, burn_in)
     monitors = as_monitors(monitor, target)
-    with seeded(seed, device, target) as dev:
+    with seeded(seed, device, target) as dev, tf32(precision == "tf32"):
         whole: Structure = Joint() if structure is None else structure
         plan = prepare(
             target,
@@ -77,6 +86,8 @@ def sample(
             device=dev,
             spread=spread,
             memory=memory,
+            precision="bf16" if precision == "bf16" else "float32",
+            augment=augment,
         )
         thin, notes = _fit_draws(plan, steps - burn_in, thin, keep)
         settings = {
@@ -94,7 +105,8 @@ def sample(
             "init": init if isinstance(init, str) else "tensor",
             "seed": seed,
             "device": str(dev),
-            "engine": "eager",
+            "engine": engine,
+            "precision": precision,
             "chains_run": plan.step.energies.how,
             "notes": [*plan.notes, *notes],
         }
@@ -122,32 +134,36 @@ class _Loop:
         self.metrics: list[dict[str, Any]] = []
         self.temperature = TemperatureCheck(plan.theta)
         self.heat = torch.zeros(C, D, dtype=torch.float64, device=plan.device)
+        self.chains = self.step.init(plan.theta)
+        chosen = choose_engine(settings["engine"], self.step, self.chains, steps)
+        self.engine = chosen.engine
+        settings |= {"engine": chosen.engine.name, "engine_why": chosen.why}
+        settings["notes"] += [chosen.why] if chosen.fell_back else []
         self.done = 0
         self.stopped: str | None = None
 
     def go(self, monitors: list, monitor_every: int, bar: Progress) -> Run:
-        chains = self.step.init(self.plan.theta)
-        warm, history = self._warm_step()
-        good, good_at, t = chains.theta, 0, 0
+        chains, history = self.chains, self.step.structure.history
+        warm = Eager(self._joint())
+        good, good_at, t = chains.theta.clone(), 0, 0
         began = time.perf_counter()
         try:
             for t in range(1, self.steps + 1):
                 rate = self.sampler.schedule(t - 1, self.steps)
-                step = warm if history is not None and t <= history.warm_up else self.step
-                before = chains.theta
-                chains, grad = step(chains, rate, 1.0 if t <= self.burn_in else 0.0)
+                engine = warm if history is not None and t <= history.warm_up else self.engine
+                before = chains.theta.clone() if self._keeps(t - 1) else None
+                forgets = history is not None and history.drops_burn_in and t == self.burn_in
+                writes = history is not None and t % history.every == 0 and not forgets
+                chains, grad = engine.advance(chains, rate, 1.0 if t <= self.burn_in else 0.0, writes)
                 self.done = t
-                if history is not None:
-                    if t == self.burn_in and history.drops_burn_in:
-                        self.step.forget(chains)
-                    elif t % history.every == 0:
-                        self.step.remember(chains)
-                if self._keeps(t - 1):
+                if forgets:
+                    self.step.forget(chains)
+                if before is not None:
                     self.temperature.see(before, grad.g)
                     self.heat += self.sampler.heat(grad.g, chains.sampler, rate, self.step.temperature)
                 if t % CHECK_EVERY == 0 or t in (1, self.steps) or self._keeps(t):
                     self._check(chains, grad.composed + grad.prior, t, good, good_at)
-                    good, good_at = chains.theta, t
+                    good, good_at = chains.theta.clone(), t
                 if self._keeps(t):
                     self._keep(chains, t)
                 if t % monitor_every == 0 or t == self.steps:
@@ -162,11 +178,10 @@ class _Loop:
             self.settings["seconds"] = time.perf_counter() - began
         return self._run()
 
-    def _warm_step(self) -> tuple[Step, Any]:
+    def _joint(self) -> Step:
         """The joint step that fills a history before anything is composed of it."""
         joint = Joint().bind(self.step.energies.target.space, self.plan.device)
-        s = self.step
-        return Step(s.sampler, joint, s.batches, s.energies, s.temperature, s.chunk), s.structure.history
+        return replace(self.step, structure=joint, energies=replace(self.step.energies, pieces=1))
 
     def _keeps(self, t: int) -> bool:
         return t > self.burn_in and (t - self.burn_in) % self.thin == 0

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from partita.engine.batches import HEAD, RECALIBRATE, Batches, make_batches
+from partita.engine.batches import HEAD, RECALIBRATE, Batches, NoData
 from partita.engine.chains import bytes_per_pass, choose
-from partita.engine.step import Step, chunk_size, device_of
+from partita.engine.step import Step, chunk_size
 from partita.runs.checks import check_target, number, whole
+from partita.runs.inputs import make_batches
 from partita.samplers import SGLD, Sampler
-from partita.structure import Structure
+from partita.structure import Bound, Structure
 from partita.target import Posterior, Target
 from partita.target.trees import map_tree
 
@@ -52,6 +53,23 @@ def seeded(seed: int, device: str | torch.device, target: Target) -> Iterator[to
         yield dev
 
 
+def device_of(device: str | torch.device, preferred: torch.device) -> torch.device:
+    """ "auto": where the target lies if that is an accelerator, else CUDA when there is one."""
+    if device != "auto":
+        try:
+            chosen = torch.device(device)
+        except (RuntimeError, TypeError):
+            raise ValueError(f"device is {device!r}, expected 'auto', 'cpu' or 'cuda'") from None
+        if chosen.type not in ("cpu", "cuda"):
+            raise ValueError(f"device is {device!r}, expected 'auto', 'cpu' or 'cuda'")
+        if chosen.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device is {device!r} and this machine has no CUDA device, expected 'auto' or 'cpu'")
+        return chosen
+    if preferred.type != "cpu":
+        return preferred
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def prepare(
     target: Target,
     data: Any,
@@ -65,6 +83,8 @@ def prepare(
     spread: float | None = None,
     memory: int = 2**30,
     how: str = "auto",
+    precision: str = "float32",
+    augment: Callable[[Any], Any] | None = None,
 ) -> Plan:
     """Check everything, then build the step. Must run inside `seeded`."""
     if not whole(chains, 1):
@@ -82,15 +102,15 @@ def prepare(
     if target.needs_data:
         _check_fit(target, batches)
     few = batches.head(min(batches.B, HEAD))
-    energies, reason = choose(target, batches.N, _two(few), how, bound.passes)
+    energies, reason = choose(target, batches.N, _copies(few, max(2, chains)), how, bound.passes, precision)
     notes = [] if reason is None else [f"chains run one after another: vmap cannot follow this module ({reason})"]
     chunk, width = chunk_size(bound.passes, chains, _bytes_per_pass(target, batches), memory)
-    energies = replace(energies, width=width)
+    energies = replace(energies, width=width, pieces=_pieces(bound, batches))
     if bound.history is not None:
         notes += _check_memory("the history", bound.history.nbytes(chains, target.space.dim), device)
     if isinstance(target, Posterior) and target.network.batchnorm == "recalibrate":
         batches.inputs(RECALIBRATE)  # a loader looks them up now, so that when it does changes nothing
-    step = Step(sampler or SGLD(1.0), bound, batches, energies, target.temperature, chunk)
+    step = Step(sampler or SGLD(1.0), bound, batches, energies, target.temperature, chunk, augment)
     theta = starting_points(target, step, init if given is None else given, chains, spread, ensembles)
     return Plan(step, theta, device, batches.head(32), ensembles, tuple(notes))
 
@@ -186,5 +206,16 @@ def _bytes_per_pass(target: Target, batches: Batches) -> int:
     return need + (need - half) * (batches.B - rows) // (rows - rows // 2)
 
 
-def _two(batch: Any) -> Any:
-    return None if batch is None else map_tree(lambda t: t.expand(2, *t.shape), batch)
+def _copies(batch: Any, C: int) -> Any:
+    return None if batch is None else map_tree(lambda t: t.expand(C, *t.shape), batch)
+
+
+def _pieces(structure: Bound, batches: Batches) -> int:
+    """Into how many parts a step's compositions split its minibatch."""
+    if not structure.split or isinstance(batches, NoData):
+        return 1
+    if batches.B % structure.passes:
+        raise ValueError(
+            f"share='split' got batch_size={batches.B} for {structure.passes} compositions a step, expected a multiple"
+        )
+    return structure.passes

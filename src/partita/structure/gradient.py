@@ -10,6 +10,7 @@ Shapes: C chains, K masks, J past draws, M groups, D coordinates; θ, g [C, D]; 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -22,7 +23,9 @@ from partita.structure.masks import Mask, OneGroup
 from partita.structure.partitions import Groups, Partition
 from partita.target.space import ParameterSpace
 
-Likelihood = Callable[[Tensor], tuple[Tensor, Tensor]]  # φ [C, k, D] -> U_lik [C, k], ∇U_lik [C, k, D]
+Likelihood = Callable[
+    [Tensor, int], tuple[Tensor, Tensor]
+]  # φ_a, φ_a+1, … [C, k, D], a -> U_lik [C, k], ∇U_lik [C, k, D]
 Prior = Callable[[Tensor], tuple[Tensor, Tensor]]  # θ [C, D] -> U_prior [C], ∇U_prior [C, D]
 
 
@@ -34,23 +37,45 @@ class Gradient(NamedTuple):
     composed: Tensor
 
 
-class Bound(Protocol):
-    """A structure on one space. `passes`: compositions (forward and backward passes) a step."""
+@dataclass(frozen=True)
+class Bound(ABC):
+    """A structure on one space. The formula stands here; a structure says what its masks are, what it composes, and what
+    its masks let through. `passes`: compositions (forward and backward passes) a step; `split`: each of them sees its own
+    part of the minibatch."""
 
-    @property
-    def groups(self) -> Groups: ...
-
-    @property
-    def passes(self) -> int: ...
-
-    @property
-    def history(self) -> History | None: ...
+    groups: Groups
+    passes: int = 1
+    history: History | None = None
+    split: bool = False
 
     def init(self, theta: Tensor) -> State:
         """The history's state."""
+        return {} if self.history is None else self.history.init(theta)
+
+    @abstractmethod
+    def masks(self, C: int) -> Tensor | None:
+        """The masks of one step, drawn jointly over k."""
+
+    @abstractmethod
+    def compose(self, theta: Tensor, state: State, r: Tensor | None, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        """φ_k and r_k [C, |k|, D] of the compositions with these indices."""
+
+    @abstractmethod
+    def masked(self, r_k: Tensor | None, du: Tensor) -> Tensor:
+        """w Σ_k r_k ⊙ ∇U_lik(φ_k), [C, D]."""
 
     def gradient(self, theta: Tensor, state: State, likelihood: Likelihood, prior: Prior, chunk: int) -> Gradient:
         """g(θ), `chunk` compositions at a time."""
+        r = self.masks(theta.shape[0])
+        u0, g = prior(theta)
+        composed = torch.zeros_like(u0)
+        for a in range(0, self.passes, chunk):
+            k = torch.arange(a, min(a + chunk, self.passes), device=theta.device)
+            phi, r_k = self.compose(theta, state, r, k)
+            u, du = likelihood(phi, a)
+            g = g + self.masked(r_k, du)
+            composed = composed + u.sum(1) / self.passes
+        return Gradient(g, u0, composed)
 
 
 class Structure(Protocol):
@@ -66,29 +91,30 @@ class Joint:
         return BoundJoint(Groups(labels, 1, lambda i: "all"))
 
 
-@dataclass(frozen=True)
-class BoundJoint:
-    groups: Groups
-    passes: int = 1
-    history: History | None = None
+class BoundJoint(Bound):
+    def masks(self, C: int) -> None:
+        return None
 
-    def init(self, theta: Tensor) -> State:
-        return {}
+    def compose(self, theta: Tensor, state: State, r: Tensor | None, k: Tensor) -> tuple[Tensor, None]:
+        return theta.unsqueeze(1), None
 
-    def gradient(self, theta: Tensor, state: State, likelihood: Likelihood, prior: Prior, chunk: int) -> Gradient:
-        u, du = likelihood(theta.unsqueeze(1))
-        u0, g0 = prior(theta)
-        return Gradient(g0 + du.squeeze(1), u0, u.squeeze(1))
+    def masked(self, r_k: Tensor | None, du: Tensor) -> Tensor:
+        return du.squeeze(1)
 
 
 @dataclass(frozen=True)
 class Structured:
-    """Groups of a partition, masks of a law, past draws of a history. With OneGroup this is S, with the others S_d."""
+    """Groups of a partition, masks of a law, past draws of a history. With OneGroup this is S, with the others S_d.
+
+    share="batch": all compositions of a step see the whole minibatch. "split": each sees its own K-th of it, so that
+    K > 1 costs about what K = 1 costs; as unbiased, with the noise of as many rows in all.
+    """
 
     partition: Partition
     mask: Mask = field(default_factory=OneGroup)
     history: History = field(default_factory=lambda: Reservoir(256, every=10))
     past: int = 1
+    share: str = "batch"
 
     def __post_init__(self) -> None:
         for name, what, method in (
@@ -100,6 +126,8 @@ class Structured:
                 raise ValueError(f"Structured got {name}={getattr(self, name)!r}, expected for example {what}")
         if not isinstance(self.past, int) or isinstance(self.past, bool) or self.past < 1:
             raise ValueError(f"Structured got past={self.past!r}, expected a whole number of at least 1")
+        if self.share not in ("batch", "split"):
+            raise ValueError(f"Structured got share={self.share!r}, expected 'batch' or 'split'")
 
     def bind(self, space: ParameterSpace, device: torch.device) -> BoundStructured:
         groups = self.partition.groups(space)
@@ -107,7 +135,7 @@ class Structured:
         self.mask.weight(groups.count)  # refuses a law that does not fit M groups
         with torch.random.fork_rng(devices=[]):  # only its shape is wanted
             K = _draw(self.mask, 1, groups.count, torch.device("cpu")).shape[1]
-        return BoundStructured(self, groups, K * self.past)
+        return BoundStructured(groups, K * self.past, self.history, self.share == "split", self.mask, self.past)
 
 
 def _draw(mask: Mask, C: int, M: int, device: torch.device) -> Tensor:
@@ -123,31 +151,23 @@ def _spread(r: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class BoundStructured:
-    structure: Structured
-    groups: Groups
-    passes: int
+class BoundStructured(Bound):
+    mask: Mask = field(default_factory=OneGroup)
+    past: int = 1
 
-    @property
-    def history(self) -> History:
-        return self.structure.history
+    def masks(self, C: int) -> Tensor:
+        return _draw(self.mask, C, self.groups.count, self.groups.labels.device)
 
-    def init(self, theta: Tensor) -> State:
-        return self.history.init(theta)
-
-    def gradient(self, theta: Tensor, state: State, likelihood: Likelihood, prior: Prior, chunk: int) -> Gradient:
-        labels, M, J = self.groups.labels, self.groups.count, self.structure.past
-        r = _draw(self.structure.mask, theta.shape[0], M, theta.device)  # jointly over k
-        w = self.structure.mask.weight(M) / J
+    def compose(self, theta: Tensor, state: State, r: Tensor | None, k: Tensor) -> tuple[Tensor, Tensor]:
+        assert r is not None
+        assert self.history is not None
+        labels, M, J = self.groups.labels, self.groups.count, self.past
+        r_k = _spread(r, k // J, labels)
         present = theta.unsqueeze(1)
-        u0, g = prior(theta)
-        composed = torch.zeros_like(u0)
-        for a in range(0, self.passes, chunk):
-            b = min(a + chunk, self.passes)
-            r_k = _spread(r, torch.arange(a, b, device=r.device) // J, labels)  # [C, k, D]
-            past = self.history.read(state, theta, labels, M, b - a)
-            phi = torch.where(r_k, present, past) if r_k.dtype == torch.bool else past + r_k * (present - past)
-            u, du = likelihood(phi)
-            g = g + w * (r_k * du).sum(1)
-            composed = composed + u.sum(1) / self.passes
-        return Gradient(g, u0, composed)
+        past = self.history.read(state, theta, labels, M, k.shape[0])
+        return torch.where(r_k, present, past) if r_k.dtype == torch.bool else past + r_k * (present - past), r_k
+
+    def masked(self, r_k: Tensor | None, du: Tensor) -> Tensor:
+        assert r_k is not None
+        w = self.mask.weight(self.groups.count) / self.past
+        return w * (r_k * du).sum(1)
