@@ -140,7 +140,51 @@ TABLE = {
     # likelihoods and targets
     "a likelihood summed": (
         lambda: sample(posterior(likelihood=lambda o, y: -nn.functional.cross_entropy(o, y, reduction="sum"))),
-        r"the likelihood returned shape \(\) for 50 rows, expected \[B\] = \[50\]: one log-probability per datum",
+        r"the likelihood returned shape \(\) for 50 rows, expected \[B\] = \[50\]: one log-probability \(not a loss",
+    ),
+    "a loss as likelihood": (
+        lambda: posterior(likelihood=nn.CrossEntropyLoss(reduction="none")),
+        r"likelihood is the loss CrossEntropyLoss\(\), expected log-probabilities: a loss has the other sign",
+    ),
+    "a likelihood that broadcasts": (
+        lambda: sample(posterior(likelihood=lambda o, y: -((o[:, :1] - y) ** 2).sum(1))),
+        r"gives other log-probabilities for rows alone .* expected the same: output \[50, 3\] and y \[50\] may broadcast",
+    ),
+    "a prior that is a number": (
+        lambda: pt.Posterior(nn.Linear(4, 3), pt.Categorical(), 0),
+        r"prior is 0, expected pt\.Normal",
+    ),
+    "data where the prior belongs": (
+        lambda: pt.Posterior(nn.Linear(4, 3), pt.Categorical(), (X, Y)),
+        r"prior is a tuple, expected pt\.Normal",
+    ),
+    "patterns without groups": (lambda: pt.partitions.by_name(["0.*"]), r"by_name got .*, expected \{pattern: group\}"),
+    "labels that are words": (
+        lambda: pt.partitions.from_labels(["a"]),
+        r"from_labels got a list that is no tensor, expected whole numbers",
+    ),
+    "shapes without names": (lambda: pt.Density(lambda t: t.sum(), shapes=[2]), r"Density got shapes=\[2\], expected"),
+    "spread chains of an Ensemble": (
+        lambda: sample(
+            structure=pt.Structured(pt.partitions.each(), history=pt.Ensemble()), init="module", spread=10.0
+        ),
+        r"spread is 10 with an Ensemble history, expected at most 0\.1, a tenth of the prior's scale",
+    ),
+    "a warm-up longer than burn-in": (
+        lambda: sample(structure=pt.Structured(pt.partitions.each(), history=pt.Window(4, warm_up=9)), burn_in=5),
+        r"warm_up is 9 with burn_in=5, expected fewer steps",
+    ),
+    "scores of a likelihood that is a function": (
+        lambda: sample(posterior(likelihood=lambda o, y: o.log_softmax(-1)[:, 0]), monitor={"t": (X, Y)}),
+        r"monitor 't' holds data to be scored, but a likelihood that is a function says nothing about scores: expected",
+    ),
+    "a split that does not divide": (
+        lambda: sample(structure=pt.Structured(pt.partitions.each(), pt.masks.Bernoulli(0.5, count=3), share="split")),
+        r"share='split' got batch_size=10 for 3 compositions a step, expected a multiple",
+    ),
+    "another share": (
+        lambda: pt.Structured(pt.partitions.each(), share="all"),
+        r"share='all', expected 'batch' or 'split'",
     ),
     "a likelihood per class": (
         lambda: sample(posterior(likelihood=lambda o, y: o.log_softmax(-1))),

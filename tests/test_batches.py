@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from partita.engine.batches import Loader, NoData, Resident
 from partita.runs import inputs as module
@@ -119,11 +128,15 @@ def test_minibatches_are_drawn_with_replacement_uniformly_and_apart_for_each_cha
 
 
 def test_inputs_are_the_same_rows_every_time_in_batches_of_one_size():
-    batches = make_batches((X, Y), 8, CPU)
+    batches, first = make_batches((X, Y), 8, CPU), None
     for _ in range(2):
         pieces = list(batches.inputs(20))
         assert [len(p) for p in pieces] == [8, 8]
-        assert torch.equal(torch.cat(pieces), X[:16])
+        rows = torch.cat(pieces)[:, 0] / 3
+        assert len(set(rows.tolist())) == 16
+        assert rows.max() > 16  # at random: data sorted by class would give the statistics of a few classes
+        first = rows if first is None else first
+        assert torch.equal(rows, first)
     assert [len(p) for p in batches.inputs(3)] == [8]
 
 
@@ -279,3 +292,45 @@ def test_arrays_of_any_order_and_kind_are_taken():
     assert batches.x.dtype == torch.float64
     got, y = batches.draw(2)
     assert torch.equal(got.float(), X[y.long()])
+
+
+# -- N of a loader ---------------------------------------------------------------------------------------------------
+def loader_with(sampler, **settings):
+    return DataLoader(TensorDataset(X, Y), batch_size=4, sampler=sampler, **settings)
+
+
+def test_n_is_what_the_sampler_goes_over():
+    """A train/validation split by sampler: N of the whole data set would weigh the likelihood too much."""
+    assert make_batches(loader_with(SubsetRandomSampler(range(12))), None, CPU).N == 12
+    assert make_batches(loader_with(RandomSampler(TensorDataset(X, Y))), None, CPU).N == N
+    batches = BatchSampler(SubsetRandomSampler(range(8)), 4, False)
+    assert make_batches(DataLoader(TensorDataset(X, Y), batch_sampler=batches), None, CPU).N == 8
+
+
+def test_samplers_that_leave_n_open_are_refused():
+    with pytest.raises(ValueError, match=r"draws rows with weights, expected every row equally often"):
+        make_batches(loader_with(WeightedRandomSampler(torch.ones(N), N)), None, CPU)
+
+    class Ten(list):
+        pass
+
+    with pytest.raises(ValueError, match=r"sampler draws 10 of the data set's 40 rows, .* expected a DataLoader of a"):
+        make_batches(loader_with(Ten(range(10))), None, CPU)
+
+
+def test_a_data_set_with_a_random_transform_is_refused():
+    class Noisy(Rows):
+        def __getitem__(self, i):
+            x, y = super().__getitem__(i)
+            return x + torch.randn(3), y
+
+    with pytest.raises(ValueError, match=r"another row 0 each time .* expected fixed rows: pass a DataLoader"):
+        make_batches(Noisy(), 4, CPU)
+
+
+def test_floating_arrays_become_what_the_target_is_made_of():
+    x = X.numpy().astype(np.float64)
+    batches = make_batches((x, Y.numpy()), 4, CPU, dtype=torch.float32)
+    assert batches.x.dtype == torch.float32
+    assert batches.y.dtype == torch.int64
+    assert make_batches((X.double(), Y), 4, CPU, dtype=torch.float32).x.dtype == torch.float64  # its owner's wish

@@ -271,7 +271,7 @@ def test_a_history_that_cannot_be_is_refused(kind: type, arguments: dict, words:
     refused(kind, arguments, words)
 
 
-@pytest.mark.parametrize("arguments", [{"size": 1}, {"size": 2.0}, {"every": 0}, {"warm_up": -1}], ids=str)
+@pytest.mark.parametrize("arguments", [{"size": 1}, {"size": 2.0}, {"size": True}, {"warm_up": -1}], ids=str)
 def test_an_ensemble_that_cannot_be_is_refused(arguments: dict) -> None:
     (name, value), *_ = arguments.items()
     refused(Ensemble, arguments, [f"{name}={value!r}", "at least"])

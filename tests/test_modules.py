@@ -393,7 +393,7 @@ def test_any_module_is_sampled_and_left_alone(name: str, structure: str) -> None
     assert not torch.equal(probs[0], probs[3])
     for chain, draw in ((0, 0), (1, 2), (1, -1)):
         twin = run.module(chain, draw)
-        assert [m.training for m in twin.modules()] == [m.training for m in module.modules()]
+        assert not any(m.training for m in twin.modules())
         assert [p.requires_grad for p in twin.parameters()] == [p.requires_grad for p in module.parameters()]
         with torch.no_grad():
             own = case.call(twin.eval(), x).softmax(-1)

@@ -367,7 +367,10 @@ def test_inputs_that_do_not_fit_are_refused_in_one_line() -> None:
         run.predict,
         torch.randn(5, 3),
     )
-    refused(r"forward pass failed.*got x \[2, 2\] float64 for a module of float32", run.predict, np.zeros((5, 2)))
+    refused(
+        r"forward pass failed.*got x \[2, 2\] float64 for a module of float32", run.predict, torch.zeros(5, 2).double()
+    )
+    assert run.predict(np.zeros((5, 2))).probs.shape == (5, 3)  # NumPy makes float64 of everything
     refused(r"unequal or no rows: \{'x': 0\}, expected", run.predict, torch.zeros(0, 2))
     refused(r"unequal or no rows: \{'x': 0\}, expected", run.predict, torch.tensor(1.0))
     refused(

@@ -122,7 +122,7 @@ HISTORIES = (
     pt.Window(4),
     pt.Window(3, every=2, dtype="bfloat16"),
     pt.Reservoir(4, every=2),
-    pt.Reservoir(4, burn_in="drop", warm_up=2),
+    pt.Reservoir(4, burn_in="drop", warm_up=1),
     pt.Ensemble(),
     pt.Ensemble(2),
 )
@@ -246,11 +246,18 @@ def test_a_history_beyond_memory_is_refused_with_the_arithmetic(monkeypatch):
 def test_warm_up_steps_are_joint():
     structure = lambda n: pt.Structured(pt.partitions.each(), history=pt.Window(4, warm_up=n))
     target = pt.Density(lambda t: -0.5 * t.sum() ** 2 - 0.1 * (t * t).sum(), dim=3)
-    go = lambda s: small(target, structure=s, steps=12, burn_in=0, sampler=pt.SGLD(0.1)).samples
+    states = {"monitor": lambda m: {"theta": m.theta}, "monitor_every": 1}
+
+    def go(structure):
+        run = small(target, structure=structure, steps=12, burn_in=6, sampler=pt.SGLD(0.1), **states)
+        return torch.stack([m["theta"] for m in run.metrics], 1)
+
     joint, warm, cold = go(pt.Joint()), go(structure(5)), go(structure(0))
     assert torch.equal(warm[:, :5], joint[:, :5])
     assert not torch.equal(warm[:, 5], joint[:, 5])
     assert not torch.equal(cold[:, 1], joint[:, 1])
+    with pytest.raises(ValueError, match=r"warm_up is 6 with burn_in=6, expected fewer steps"):
+        go(structure(6))
 
 
 @dataclass(frozen=True)
@@ -291,12 +298,13 @@ def test_a_history_sees_every_n_th_state():
         assert torch.equal(theta, run.samples[:, t - 1])
 
 
-def test_a_history_that_drops_burn_in_starts_again_at_its_end():
+def test_a_history_that_drops_burn_in_starts_again_in_the_middle_of_it():
     diary = Diary(drops_burn_in=True)
-    small(structure=pt.Structured(pt.partitions.each(), history=diary), steps=7, burn_in=4)
+    run = small(structure=pt.Structured(pt.partitions.each(), history=diary), steps=7, burn_in=4)
     full = small(structure=pt.Structured(pt.partitions.each(), history=Diary()), steps=7, burn_in=0)
-    assert [kind for kind, _ in diary.seen] == ["init", *["write"] * 3, "init", *["write"] * 3]
-    assert torch.equal(diary.seen[4][1], full.samples[:, 3])
+    assert [kind for kind, _ in diary.seen] == ["init", "write", "init", *["write"] * 5]
+    assert torch.equal(diary.seen[2][1], full.samples[:, 1])
+    assert run.forgotten == 2
 
 
 # -- starting points -------------------------------------------------------------------------------------------------
@@ -506,9 +514,52 @@ def test_what_a_function_returns_is_recorded_with_the_moment_it_saw():
         monitor={"mine": lambda m: {"mean": m.theta.mean().item(), "left": m.steps - m.t, "burning": m.burning_in}},
         monitor_every=4,
     )
-    assert [(m["step"], m["left"], m["burning"]) for m in run.metrics] == [(4, 5, False), (8, 1, False), (9, 0, False)]
-    assert run.metrics[1]["mean"] == pytest.approx(run.samples[:, run.steps.index(8)].mean().item(), abs=1e-6)
+    seen = [(m["step"], m["mine/left"], m["mine/burning"]) for m in run.metrics]
+    assert seen == [(4, 5, False), (8, 1, False), (9, 0, False)]
+    assert run.metrics[1]["mine/mean"] == pytest.approx(run.samples[:, run.steps.index(8)].mean().item(), abs=1e-6)
     assert all(m["seconds"] > 0 for m in run.metrics)
+
+
+def test_monitors_of_one_name_each_a_number_and_what_is_no_record():
+    both = {"a": lambda m: {"v": 1, "step": -1}, "b": lambda m: {"v": 2}, "c": lambda m: 0.5}
+    last = small(steps=3, monitor=both).metrics[-1]
+    assert (last["a/v"], last["b/v"], last["c"], last["step"]) == (1, 2, 0.5, 3)
+    assert small(steps=3, monitor=lambda m: {"step": -1, "x": 1}).metrics[-1]["step"] == 3  # the run's own stays
+    for said in (True, 0.5, [1]):
+        with pytest.raises(ValueError, match=r"a monitor returned .*, expected a dict to record, a string to stop"):
+            small(steps=3, monitor=lambda m, said=said: said)
+
+
+def test_a_failing_monitor_leaves_the_run_until_then():
+    def monitor(m):
+        if m.t == 8:
+            raise KeyError("gone")
+
+    with pytest.raises(KeyError) as e:
+        small(steps=12, burn_in=4, monitor=monitor, monitor_every=4)
+    run = e.value.run
+    assert run.samples.shape[1] == 4
+    assert run.stopped == "failed at step 8: KeyError"
+    assert "ended early" in str(run.summary())
+
+
+def test_a_bad_batch_of_a_loader_is_named_and_leaves_the_run_until_then():
+    x, y = X.clone(), Y.clone()
+    y[50] = 99
+    loader = lambda: torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 10)
+    with (
+        pytest.warns(UserWarning, match="does not shuffle"),
+        pytest.raises(ValueError, match="batch 5 of the Data") as e,
+    ):
+        small(classifier(), loader(), steps=30, burn_in=0, chains=1)
+    assert "Categorical got class indices from 0 to 99, expected 0 to 2" in str(e.value)
+    assert e.value.run.samples.shape[1] == 5
+    y[50], x[55] = 0, torch.nan
+    with (
+        pytest.warns(UserWarning, match="does not shuffle"),
+        pytest.raises(ValueError, match=r"batch 5 .* x holds NaN"),
+    ):
+        small(classifier(), loader(), steps=30, burn_in=0, chains=1)
 
 
 def test_progress_is_silent_when_piped_and_complete_when_asked_for(capsys):
@@ -537,11 +588,11 @@ def test_a_run_predicts_with_its_draws():
         assert torch.equal(run.space.flatten(dict(module.named_parameters())).detach(), run.samples[chain, draw])
     few = run.predict(X[:7], draws=4)
     torch.testing.assert_close(few.draws["probs"], whole.draws["probs"][[0, 9, 17, 26]])
-    for draws in (0, 28, 2.0):
+    for draws in (0, 28, 2.0, True):
         with pytest.raises(ValueError, match="expected a whole number from 1 to 27"):
             run.predict(X, draws=draws)
-    for chain, draw in ((3, 0), (0, 9), (-4, 0)):
-        with pytest.raises(ValueError, match="expected chain < 3 and draw < 9"):
+    for chain, draw in ((3, 0), (0, 9), (-4, 0), (0, 1.5)):
+        with pytest.raises(ValueError, match="expected whole numbers, chain < 3, draw < 9"):
             run.module(chain, draw)
     assert repr(run) == "Run(3 chains x 9 draws x 43 parameters, 32 probe inputs)"
     assert run.settings["N"] == 60

@@ -19,6 +19,7 @@ from torch.func import vmap
 from partita.answers import scores as score
 from partita.target import Posterior
 from partita.target.likelihoods import Bernoulli, Categorical
+from partita.target.pairs import check_values
 from partita.target.posterior import forward_failed
 from partita.target.trees import as_tensors, leaves, map_tree, rows
 
@@ -75,6 +76,7 @@ class Prediction:
         y = as_tensors(y, "y")
         if not isinstance(y, Tensor):
             raise ValueError(f"y is a {type(y).__name__}, expected one tensor or array")
+        check_values((), y)
         y = y.to(next(iter(self.draws.values())).device)
         if "probs" not in self.draws:
             mean, sd = self._need("mean"), self._need("sd")
@@ -148,10 +150,11 @@ def predict(
     rows_at_once: int = 1024,
 ) -> Prediction:
     """θ [S, D], BatchNorm statistics {name: [S, ...]} -> the Prediction at x, batched over draws and inputs."""
-    x = map_tree(lambda t: t.to(theta.device), as_tensors(x))
+    x = map_tree(lambda t: t.to(theta.device), as_tensors(x, dtype=theta.dtype))
     sizes = {path: t.shape[0] if t.dim() else 0 for path, t in leaves(x)}
     if len(set(sizes.values())) != 1 or min(sizes.values()) < 1:
         raise ValueError(f"the inputs have unequal or no rows: {sizes}, expected one n of at least 1 for all")
+    check_values(x, theta.new_zeros(()))
     theta, statistics = _within_limit(target, theta, x, statistics, how)
     parts = []
     for a in range(0, rows(x), rows_at_once):
@@ -191,6 +194,6 @@ def _within_limit(target: Posterior, theta: Tensor, x: Any, statistics: Any, how
     warnings.warn(
         f"predicting with one draw in {step}: {theta.shape[0]:,} draws x {n:,} inputs would take "
         f"{per_draw * theta.shape[0] / 2**30:.1f} GiB, more than {LIMIT / 2**30:.1f}",
-        stacklevel=4,
+        stacklevel=5,
     )
     return theta[::step], {k: v[::step] for k, v in statistics.items()} if statistics else None

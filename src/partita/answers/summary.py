@@ -17,6 +17,7 @@ from partita.answers import diagnostics
 RHAT_MIXED = 1.05
 HOTTEST = 2.0  # times T: above this a parameter is called hot, although the average is not
 ENOUGH = 400  # states before one parameter's heat is told: the largest of 10^6 means of 400 v² is about 1.4
+APART = 0.25  # how far E[(θ-θ̄)·g] may be from T, beside 4 standard errors
 HISTORY_SPAN = 20  # a history must span this many IACs, or the chain samples nearly the joint law
 
 
@@ -83,12 +84,16 @@ class Summary:
     draws: int
     ensembles: int
     target_temperature: float
-    temperature: Tensor  # [M], median over chains
+    temperature: Tensor  # [M], E[(θ-θ̄)·g], mean over chains
+    overall: float  # the same over all parameters, and its standard error over independent chains
+    overall_error: float
     heat: float
     hottest: float  # the hottest parameter's
     mixing: tuple[Mixing, ...]
     composition_gap: float | None
+    data: bool  # whether there are any: the gap is then per datum
     history_span: int | None  # R · every, in steps
+    shares_past: bool  # chains from one start, each with a history of its own
     seconds: float
     stopped: str | None
     notes: tuple[str, ...] = ()
@@ -99,9 +104,11 @@ class Summary:
         said = [f"the run ended early: {self.stopped}"] if self.stopped else []
         if not self.mixing:
             return [*said, f"{self.draws} draws a chain are too few to judge: expected at least 4"]
+        hot = self._heat()
+        said += hot
         good = [m.what for m in self.mixing if m.unmixed == 0]
         for m in self.mixing:
-            if m.what == "parameters" and "predictions" in good and m.unmixed > 0:
+            if m.what == "parameters" and "predictions" in good and m.unmixed > 0 and not hot:
                 said.append(
                     f"single parameters have not mixed (R-hat up to {m.rhat_max:.2f}, above {RHAT_MIXED} in "
                     f"{100 * m.unmixed:.0f} %), predictions have: trust those, not statements about single weights"
@@ -112,7 +119,8 @@ class Summary:
                 more = math.ceil(min(10.0, max(2.0, 400 / max(m.ess_min, 1))))
                 said.append(
                     f"these chains have not mixed: R-hat up to {m.rhat_max:.2f}, above {RHAT_MIXED} in "
-                    f"{100 * m.unmixed:.0f} % of the {m.what}; run about {more}x longer or take larger steps"
+                    f"{100 * m.unmixed:.0f} % of the {m.what}; run about {more}x longer"
+                    + ("" if hot else " or take larger steps")
                 )
             else:
                 said.append(f"the {m.what} have mixed: R-hat at most {m.rhat_max:.3f}, ESS at least {m.ess_min:.0f}")
@@ -120,17 +128,10 @@ class Summary:
             said.append(
                 "only one independent chain or ensemble: R-hat compares its halves, not chains with one another"
             )
-        excess = self.heat / self.target_temperature
-        if not math.isnan(excess) and not 0.8 < excess < 1.25:
+        elif self.shares_past and good:
             said.append(
-                f"the chain runs {'hot' if excess > 1 else 'cold'}: temperature {self.heat:.3g} where "
-                f"{self.target_temperature:g} is asked; "
-                + ("take smaller steps or larger batches" if excess > 1 else "run longer")
-            )
-        elif self.hottest > HOTTEST * self.target_temperature and self.draws * self.chains >= ENOUGH:
-            said.append(
-                f"the hottest parameter runs at temperature {self.hottest:.3g} where {self.target_temperature:g} is asked "
-                f"(the average at {self.heat:.3g}): the step is too large for it"
+                "all chains began at one point, each with a history of its own: they forget it slowly, and R-hat cannot "
+                "see what they share; start them apart, or use Ensemble"
             )
         iac = next((m.iac_median for m in self.mixing if m.resolved), None)
         if self.history_span is not None and iac is not None and self.history_span < HISTORY_SPAN * iac:
@@ -138,12 +139,35 @@ class Summary:
                 f"the history spans {self.history_span:,} steps, {self.history_span / iac:.1f} autocorrelation times: "
                 f"under {HISTORY_SPAN} the chain samples nearly the joint law; raise R or every"
             )
-        if self.composition_gap is not None and self.composition_gap > 1:
+        if self.data and self.composition_gap is not None and self.composition_gap > 1:
             said.append(
                 f"compositions cost {self.composition_gap:.2f} nats a datum more than present states: "
                 "the partition tears the network apart"
             )
         return said
+
+    def _heat(self) -> list[str]:
+        """What is wrong with the temperature: that of the step, of its hottest parameter, or what the chains show."""
+        T, excess = self.target_temperature, self.heat / self.target_temperature
+        advice = lambda hot: "take smaller steps or larger batches" if hot else "run longer"
+        if not math.isnan(excess) and not 0.8 < excess < 1.25:
+            return [
+                f"the chain runs {'hot' if excess > 1 else 'cold'}: temperature {self.heat:.3g} where {T:g} is asked; "
+                + advice(excess > 1)
+            ]
+        off = abs(self.overall / T - 1)
+        mixed = all(m.unmixed == 0 for m in self.mixing)
+        if mixed and self.draws * self.ensembles >= ENOUGH and off > max(APART, 4 * self.overall_error / T):
+            return [
+                f"E[(θ-θ̄)·g] is {self.overall:.3g} ± {self.overall_error:.2g} where T = {T:g} is asked: these samples are "
+                f"{'too wide' if self.overall > T else 'too narrow'} for their energy; do not trust their spread"
+            ]
+        if self.hottest > HOTTEST * T and self.draws * self.chains >= ENOUGH:
+            return [
+                f"the hottest parameter runs at temperature {self.hottest:.3g} where {T:g} is asked "
+                f"(the average at {self.heat:.3g}): the step is too large for it"
+            ]
+        return []
 
     def __str__(self) -> str:
         units = "" if self.ensembles == self.chains else f" ({self.ensembles} independent ensembles)"
@@ -158,12 +182,13 @@ class Summary:
                 f"{m.ess_min:6.0f} {m.iac_median:7.1f} {m.iac_max:7.1f}"
             )
         if t.numel():
+            mixed = all(m.unmixed == 0 for m in self.mixing)
             lines.append(
-                f"temperature {self.target_temperature:g}: E[(θ-θ̄)·g] by group {t.median():.3f} "
-                f"({t.min():.3f} to {t.max():.3f}),\n"
+                f"temperature {self.target_temperature:g}: E[(θ-θ̄)·g] {self.overall:.3f} "
+                f"({t.min():.3f} to {t.max():.3f} by group){'' if mixed else ', which says nothing before mixing'},\n"
                 f"  step heat {self.heat:.3f} on average, {self.hottest:.3g} in the hottest parameter"
             )
         if self.composition_gap is not None:
-            lines.append(f"composition gap {self.composition_gap:.4g} nats a datum")
+            lines.append(f"composition gap {self.composition_gap:.4g} nats{' a datum' if self.data else ''}")
         lines += [textwrap.fill(f"  {note}", 79, subsequent_indent="  ") for note in self.notes]
         return "\n".join([*lines, *(textwrap.fill("- " + v, 79, subsequent_indent="  ") for v in self.verdict)])

@@ -8,16 +8,24 @@ a step, one for each chain.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sized
 from itertools import chain, cycle, islice
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from partita.target import Batch
-from partita.target.pairs import as_pair, check_lengths, what
+from partita.target.pairs import as_pair, check_lengths, check_values, what
 from partita.target.trees import leaves, map_tree, zip_trees
 
 HEAD = 64  # rows looked at before a run
@@ -91,8 +99,10 @@ class Resident:
     def inputs(self, rows: int) -> Iterator[Any]:
         stop = min(rows, self.N)
         whole = max(stop // self.B, 1) * self.B  # batches of one size, so that each counts the same
-        for a in range(0, whole, self.B):
-            yield map_tree(lambda t, a=a: t[a : a + self.B], self.x)  # type: ignore[misc]
+        # at random, since data often come sorted by class
+        order = torch.randperm(self.N, generator=torch.Generator().manual_seed(0))[:whole].to(self.y.device)
+        for index in order.split(self.B):
+            yield map_tree(lambda t, i=index: t[i], self.x)  # type: ignore[misc]
 
 
 class Loader:
@@ -102,16 +112,14 @@ class Loader:
     inside = False
 
     def __init__(self, loader: DataLoader, device: torch.device):
-        try:
-            self.N = len(loader.dataset)  # type: ignore[arg-type]
-        except TypeError:
-            raise ValueError("the DataLoader's dataset has no length, expected one: N scales the likelihood") from None
+        self.N = _count(loader)
         if loader.batch_sampler is None and not isinstance(loader.sampler, BatchSampler):
             raise ValueError("the DataLoader has batch_size=None, expected one that makes batches of single rows")
         if isinstance(getattr(loader.batch_sampler, "sampler", None), SequentialSampler):
             warnings.warn("the DataLoader does not shuffle: batches come in the data's own order", stacklevel=4)
         self.loader, self.device, self.B = loader, device, 0
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.check: Callable[[Tensor], None] | None = None  # of the targets of every batch to come
         self._stream = self._forever()
         self._first = next(self._stream)
         self._stream = chain([self._first], self._stream)
@@ -140,11 +148,17 @@ class Loader:
             self._inputs = [self._send(x) for x, _ in ahead]
         return iter(self._inputs)
 
-    def _pair(self, batch: Any) -> tuple[Any, Tensor]:
+    def _pair(self, batch: Any, number: int) -> tuple[Any, Tensor]:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ValueError(f"the DataLoader gives {what(batch)}, expected pairs (x, y)")
         x, y = as_pair(batch)
         check_lengths(x, y)
+        try:
+            check_values(x, y)
+            if self.check is not None:
+                self.check(y)
+        except ValueError as e:
+            raise ValueError(f"batch {number:,} of the DataLoader: {e}") from None
         return x, y
 
     def _send(self, batch: Any) -> Any:
@@ -163,8 +177,8 @@ class Loader:
     def _forever(self) -> Iterator[tuple[Any, Tensor]]:
         while True:
             full = 0
-            for batch in self.loader:
-                x, y = self._pair(batch)
+            for number, batch in enumerate(self.loader):
+                x, y = self._pair(batch, number)
                 self.B = self.B or int(y.shape[0])
                 if y.shape[0] == self.B:
                     full += 1
@@ -173,6 +187,28 @@ class Loader:
                 raise ValueError(
                     f"the DataLoader gives no full batch in a pass over its N = {self.N:,} data, expected at least one"
                 )
+
+
+def _count(loader: DataLoader) -> int:
+    """N: the rows a loader's passes go over. A sampler of a subset knows better than the data set."""
+    try:
+        n = len(loader.dataset)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError("the DataLoader's dataset has no length, expected one: N scales the likelihood") from None
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    if isinstance(sampler, SubsetRandomSampler):
+        return len(sampler)
+    if isinstance(sampler, WeightedRandomSampler):
+        raise ValueError(
+            "the DataLoader draws rows with weights, expected every row equally often: N scales them alike"
+        )
+    drawn = len(sampler) if isinstance(sampler, Sized) else n
+    if drawn != n and not isinstance(sampler, (RandomSampler, DistributedSampler)):
+        raise ValueError(
+            f"the DataLoader's sampler draws {drawn:,} of the data set's {n:,} rows, so N is not known: expected a "
+            "DataLoader of a torch.utils.data.Subset"
+        )
+    return n
 
 
 def _rows(t: Tensor, index: Tensor) -> Tensor:

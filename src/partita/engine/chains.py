@@ -6,6 +6,7 @@ Shapes: C chains, k compositions, D coordinates; Ï† [C, k, D] -> U [C, k] and âˆ
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -154,7 +155,9 @@ def choose(
     try:
         fast = replace(loop, how="vmap")
         two = _slice(batch, 0, 2)
-        _, same = fast.likelihood(theta.unsqueeze(1).repeat(1, min(passes, 2), 1), two)
+        with warnings.catch_warnings():  # torch says once a process that vmap runs some operations one by one
+            warnings.filterwarnings("ignore", "There is a performance drop")
+            _, same = fast.likelihood(theta.unsqueeze(1).repeat(1, min(passes, 2), 1), two)
         fast.energy(theta, two)
         apart = float((same[:1, :1] - du).norm() / du.norm())
         if apart > AGREE:  # NaN, when the start has no finite gradient, is for the run to report

@@ -191,16 +191,18 @@ def unchanged(device: torch.device) -> Iterator[None]:
 @contextlib.contextmanager
 def tf32(on: bool) -> Iterator[None]:
     """Matrix products and convolutions in tf32; off leaves torch as it is set."""
-    backends = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    if not on:
+        yield
+        return
+    backends: tuple[Any, Any] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [b.allow_tf32 for b in backends]
     try:
-        for b in backends if on else ():
+        for b in backends:
             b.allow_tf32 = True
         yield
     finally:
         for b, was in zip(backends, before):
-            if on:
-                b.allow_tf32 = was
+            b.allow_tf32 = was
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:

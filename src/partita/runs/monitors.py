@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from partita.engine.batches import HEAD, RECALIBRATE, Resident
 from partita.engine.step import Chains, Step
 from partita.runs.inputs import make_batches
 from partita.target import Posterior, Target
+from partita.target.likelihoods import FromFunction
 from partita.target.trees import map_tree
 
 Record = dict[str, Any]
@@ -31,7 +33,7 @@ class Moment:
     target: Any
 
 
-Monitor = Callable[[Moment], Any]  # a dict is recorded; a string stops the run and says why
+Monitor = Callable[[Moment], Any]  # a dict is recorded, a string stops the run and says why; see `heard`
 
 
 class TemperatureCheck:
@@ -79,10 +81,15 @@ class ScoreMonitor:
         if isinstance(data, (str, DataLoader)) or not isinstance(data, (tuple, list, Dataset)):
             raise ValueError(f"monitor {name!r} is a {type(data).__name__}, expected (x, y) or a function of a Moment")
         try:
-            rows = make_batches(data, None, target.space.values.device)
+            rows = make_batches(data, None, target.space.values.device, dtype=target.space.values.dtype)
             target.check(rows.head(HEAD), rows.targets())
         except ValueError as e:
             raise ValueError(f"monitor {name!r}: {e}") from None
+        if isinstance(target.likelihood, FromFunction):
+            raise ValueError(
+                f"monitor {name!r} holds data to be scored, but a likelihood that is a function says nothing about scores: "
+                "expected pt.Categorical(), pt.Gaussian(), pt.Bernoulli(), or a function of a Moment as monitor"
+            )
         assert isinstance(rows, Resident)
         self.name, self.x, self.y = name, rows.x, rows.y
         self._mean: Prediction | None = None
@@ -128,12 +135,35 @@ def recalibrated(target: Posterior, theta: Tensor, batches: Any, rows: int = REC
     return {k: torch.stack([e[k] for e in each]) for k in each[0]}
 
 
+def heard(said: Any) -> tuple[Record, str | None]:
+    """What a monitor said: a record, and why the run is to stop."""
+    if isinstance(said, Mapping):
+        return dict(said), None
+    if said is None or isinstance(said, str):
+        return {}, said
+    raise ValueError(f"a monitor returned {said!r}, expected a dict to record, a string to stop the run, or None")
+
+
+def _named(name: str, f: Callable[[Moment], Any]) -> Monitor:
+    """The function, with its name before all that it records: a number is recorded under the name itself."""
+
+    def monitor(moment: Moment) -> Any:
+        said = f(moment)
+        if isinstance(said, Mapping):
+            return {f"{name}/{k}": v for k, v in said.items()}
+        if isinstance(said, Real) and not isinstance(said, bool):
+            return {name: said}
+        return said
+
+    return monitor
+
+
 def as_monitors(monitor: Any, target: Target) -> list[Monitor]:
     """{name: (x, y) or function}, a function, or a list of functions; whatever does not fit is refused."""
     if monitor is None:
         return []
     if isinstance(monitor, Mapping):
-        return [v if callable(v) else ScoreMonitor(k, v, target) for k, v in monitor.items()]
+        return [_named(str(k), v) if callable(v) else ScoreMonitor(str(k), v, target) for k, v in monitor.items()]
     functions = list(monitor) if isinstance(monitor, (tuple, list)) else [monitor]
     for f in functions:
         if not callable(f):

@@ -25,7 +25,7 @@ ENSEMBLE = 8  # chains a step size when an Ensemble says no size
 
 @dataclass(frozen=True)
 class Optimum:
-    """θ [C, D] after optimisation, the energy per datum [steps / every] on the way, and the target."""
+    """θ [C, D] after optimisation, the energy per datum [steps] on the way, and the target."""
 
     theta: Tensor
     energy: Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,14 @@ from torch import Tensor, nn
 
 from partita.answers.predictive import Prediction, predict
 from partita.answers.summary import Mixing, Summary
+from partita.runs.checks import whole
 from partita.structure.history import History
 from partita.structure.partitions import Groups
 from partita.target import ParameterSpace, Posterior, Target
 from partita.target.trees import leaves, map_tree
 
 MOST_PARAMETERS = 1_000  # looked at by summary(), evenly spread over θ
+PIECE = 10_000_000  # outputs of one row predicted at once
 
 
 @dataclass
@@ -24,7 +27,7 @@ class Run:
 
     samples [C, S, D]; steps: the step of each draw; statistics: BatchNorm buffers of each draw {name: [C, S, ...]};
     temperature [C, M] per group; heat [C], and `hottest` that of the hottest parameter; metrics: one record per monitor
-    step; stopped: why it ended early.
+    step; stopped: why it ended early; forgotten: the step after which the history started anew.
     """
 
     target: Target
@@ -41,18 +44,22 @@ class Run:
     ensembles: int
     groups: Groups
     history: History | None
+    forgotten: int = 0
 
     @property
     def space(self) -> ParameterSpace:
         return self.target.space
 
     def module(self, chain: int = 0, draw: int = -1) -> nn.Module:
-        """A new module with the weights (and BatchNorm statistics) of one draw."""
+        """A new module with the weights (and BatchNorm statistics) of one draw, in eval mode: dropout is off in the
+        energy, too."""
         target = self._posterior("module()")
         C, S, _ = self._draws().shape
-        if not (-C <= chain < C and -S <= draw < S):
-            raise ValueError(f"module got chain={chain}, draw={draw}, expected chain < {C} and draw < {S}")
-        return target.module(self.samples[chain, draw], {k: v[chain, draw] for k, v in self.statistics.items()})
+        if not (whole(chain, -C) and chain < C and whole(draw, -S) and draw < S):
+            raise ValueError(
+                f"module got chain={chain!r}, draw={draw!r}, expected whole numbers, chain < {C}, draw < {S}"
+            )
+        return target.module(self.samples[chain, draw], {k: v[chain, draw] for k, v in self.statistics.items()}).eval()
 
     def predict(self, x: Any, draws: int | None = None) -> Prediction:
         """Predictions at x, averaged over all draws of all chains, or `draws` of them evenly spread."""
@@ -60,12 +67,15 @@ class Run:
         theta = self._draws().flatten(0, 1)
         stats = {k: v.flatten(0, 1) for k, v in self.statistics.items()}
         if draws is not None:
-            if not isinstance(draws, int) or not 1 <= draws <= len(theta):
+            if not whole(draws, 1) or draws > len(theta):
                 raise ValueError(f"predict got draws={draws!r}, expected a whole number from 1 to {len(theta):,}")
             pick = torch.linspace(0, len(theta) - 1, draws).round().long()
             theta, stats = theta[pick], {k: v[pick] for k, v in stats.items()}
         device = torch.device(self.settings["device"])
-        target = target.to(device)
+        return self._predict(target.to(device), theta, x, stats)
+
+    def _predict(self, target: Posterior, theta: Tensor, x: Any, stats: dict[str, Tensor]) -> Prediction:
+        device = target.space.values.device
         stats = {k: v.to(device) for k, v in stats.items()}
         prediction = predict(target, theta.to(device), x, stats, how=self.settings["chains_run"])
         prediction.draws = {k: v.cpu() for k, v in prediction.draws.items()}
@@ -80,18 +90,26 @@ class Run:
                 mixing.append(Mixing.of("predictions", self._functions(), thin, self.ensembles))
             step = max(1, -(-x.shape[2] // MOST_PARAMETERS))
             mixing.append(Mixing.of("parameters", x[:, :, ::step], thin, self.ensembles))
-        gaps = [m["composition_gap"] for m in self.metrics if "composition_gap" in m]
+        kept = [m for m in self.metrics if "composition_gap" in m and m["step"] > int(self.settings["burn_in"])]
+        gaps = [m["composition_gap"] for m in kept]
+        mean, error = self._temperature()
         return Summary(
             chains=x.shape[0],
             draws=x.shape[1],
             ensembles=self.ensembles,
             target_temperature=self.target.temperature,
-            temperature=self.temperature.median(0).values,
-            heat=float(self.heat.median()),
+            temperature=self.temperature.mean(0),
+            overall=mean,
+            overall_error=error,
+            heat=float(self.heat.mean()),
             hottest=self.hottest,
             mixing=tuple(mixing),
-            composition_gap=gaps[-1] if gaps else None,
+            composition_gap=sum(gaps) / len(gaps) if gaps else None,
+            data=isinstance(self.target, Posterior),
             history_span=self._history_span(),
+            shares_past=self.history is not None
+            and self.history.span(1) is not None
+            and self.settings["init"] in ("module", "tensor"),
             seconds=float(self.settings.get("seconds", 0.0)),
             stopped=self.stopped,
             notes=tuple(self.settings.get("notes", ())),
@@ -101,18 +119,31 @@ class Run:
         """Steps between the oldest and the newest state the history holds."""
         if self.history is None:
             return None
-        seen = int(self.settings["done"]) - (int(self.settings["burn_in"]) if self.history.drops_burn_in else 0)
-        return self.history.span(seen)
+        return self.history.span(int(self.settings["done"]) - self.forgotten)
+
+    def _temperature(self) -> tuple[float, float]:
+        """E[(θ-θ̄)·g] over all parameters, and its standard error over the independent chains or ensembles."""
+        sizes = torch.tensor(self.groups.sizes, dtype=self.temperature.dtype)
+        units = (self.temperature @ sizes / sizes.sum()).view(self.ensembles, -1).mean(1)
+        error = units.std().item() / self.ensembles**0.5 if self.ensembles > 1 else math.inf
+        return units.mean().item(), error
 
     def _functions(self) -> Tensor:
-        """[C, S, V]: what each draw predicts at the probe inputs (log-probabilities, or means)."""
+        """[C, S, V]: what each draw predicts at the probe inputs (log-probabilities, or means); never thinned."""
         C, S, _ = self.samples.shape
-        draws = self.predict(self.probe[0]).draws
-        name = next(n for n in ("probs", "mean", *draws) if n in draws)
-        values = draws[name].log().clamp(min=-50) if name == "probs" else draws[name]
-        if values.shape[0] != C * S:  # thinned to fit
-            values = self.predict(map_tree(lambda t: t[:4], self.probe[0])).draws[name]
-        return values.reshape(C, S, -1)[:, :, :MOST_PARAMETERS]
+        target, theta = self._posterior("summary()"), self._draws().flatten(0, 1)
+        target = target.to(torch.device(self.settings["device"]))
+        stats = {k: v.flatten(0, 1) for k, v in self.statistics.items()}
+        few = lambda n: map_tree(lambda t: t[:n], self.probe[0])
+        at = lambda rows, a, b: (
+            self._predict(target, theta[a:b], few(rows), {k: v[a:b] for k, v in stats.items()}).draws
+        )
+        one = at(1, 0, 1)
+        name = next(n for n in ("probs", "mean", *one) if n in one)
+        rows = max(1, MOST_PARAMETERS // max(1, one[name].numel()))
+        each = max(1, PIECE // max(1, one[name].numel()))
+        values = torch.cat([at(rows, a, a + each)[name].flatten(1)[:, :MOST_PARAMETERS] for a in range(0, C * S, each)])
+        return (values.log().clamp(min=-50) if name == "probs" else values).reshape(C, S, -1)
 
     def _draws(self) -> Tensor:
         if self.samples.shape[1] == 0:

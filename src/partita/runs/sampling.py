@@ -15,7 +15,15 @@ from partita.engine.modes import Eager, choose_engine, tf32
 from partita.engine.step import Chains, Step
 from partita.runs.checks import check_choices, check_sampler, check_target, lengths
 from partita.runs.errors import DivergenceError
-from partita.runs.monitors import Moment, ScoreMonitor, TemperatureCheck, as_monitors, composition_gap, recalibrated
+from partita.runs.monitors import (
+    Moment,
+    ScoreMonitor,
+    TemperatureCheck,
+    as_monitors,
+    composition_gap,
+    heard,
+    recalibrated,
+)
 from partita.runs.progress import Progress
 from partita.runs.run import Run
 from partita.runs.setup import Plan, available_memory, prepare, seeded
@@ -86,6 +94,7 @@ def sample(
             device=dev,
             spread=spread,
             memory=memory,
+            burn_in=burn_in,
             precision="bf16" if precision == "bf16" else "float32",
             augment=augment,
         )
@@ -152,7 +161,7 @@ class _Loop:
                 rate = self.sampler.schedule(t - 1, self.steps)
                 engine = warm if history is not None and t <= history.warm_up else self.engine
                 before = chains.theta.clone() if self._keeps(t - 1) else None
-                forgets = history is not None and history.drops_burn_in and t == self.burn_in
+                forgets = t == self.plan.forget_at
                 writes = history is not None and t % history.every == 0 and not forgets
                 chains, grad = engine.advance(chains, rate, 1.0 if t <= self.burn_in else 0.0, writes)
                 self.done = t
@@ -174,6 +183,13 @@ class _Loop:
                     break
         except KeyboardInterrupt:
             self.stopped = f"interrupted at step {t:,} of {self.steps:,}"
+        except DivergenceError:
+            raise
+        except Exception as e:  # of a monitor or a data loader: what was sampled until then is not lost
+            self.stopped = f"failed at step {t:,}: {type(e).__name__}"
+            e.run = self._run()  # type: ignore[attr-defined]
+            e.add_note(f"The run until then is in this exception's .run: {e.run}")  # type: ignore[attr-defined]
+            raise
         finally:
             self.settings["seconds"] = time.perf_counter() - began
         return self._run()
@@ -207,11 +223,10 @@ class _Loop:
                 record["composition_gap"] = float(composition_gap(self.step, chains).mean())
             moment = Moment(t, self.steps, chains.theta.clone(), t <= self.burn_in, self.step.energies.target)
             for monitor in monitors:
-                said = monitor(moment)
-                if isinstance(said, str):
-                    self.stopped = f"stopped at step {t:,} by a monitor: {said}"
-                elif isinstance(said, dict):
-                    record |= said
+                found, stop = heard(monitor(moment))
+                record = {**found, **record}
+                if stop is not None:
+                    self.stopped = f"stopped at step {t:,} by a monitor: {stop}"
         self.metrics.append(record)
 
     def _run(self) -> Run:
@@ -235,6 +250,7 @@ class _Loop:
             ensembles=self.plan.ensembles,
             groups=groups,
             history=self.step.structure.history,
+            forgotten=self.plan.forget_at or 0,
         )
 
 

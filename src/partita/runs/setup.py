@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partita.engine.batches import HEAD, RECALIBRATE, Batches, NoData
+from partita.engine.batches import HEAD, RECALIBRATE, Batches, Loader, NoData
 from partita.engine.chains import bytes_per_pass, choose
 from partita.engine.step import Step, chunk_size
 from partita.runs.checks import check_target, number, whole
 from partita.runs.inputs import make_batches
 from partita.samplers import SGLD, Sampler
 from partita.structure import Bound, Structure
+from partita.structure.history import History
 from partita.target import Posterior, Target
 from partita.target.trees import map_tree
 
@@ -36,6 +37,7 @@ class Plan:
     probe: Any
     ensembles: int
     notes: tuple[str, ...]
+    forget_at: int | None = None  # the step after which a history starts anew
 
 
 @contextlib.contextmanager
@@ -82,6 +84,7 @@ def prepare(
     device: torch.device,
     spread: float | None = None,
     memory: int = 2**30,
+    burn_in: int | None = None,
     how: str = "auto",
     precision: str = "float32",
     augment: Callable[[Any], Any] | None = None,
@@ -97,22 +100,29 @@ def prepare(
     bound = structure.bind(target.space, device)
     ensembles = bound.history.ensembles(chains) if bound.history is not None else chains
     _check_coupled(init, given, coupled=ensembles < chains)
-    batches = make_batches(data, batch_size, device, target.needs_data)
+    _check_spread(target, spread, coupled=ensembles < chains)
+    forget_at = _forget_at(bound.history, burn_in)
+    batches = make_batches(data, batch_size, device, target.needs_data, target.space.values.dtype)
     target = target.to(device)
     if target.needs_data:
         _check_fit(target, batches)
+    pieces = _pieces(bound, batches)
     few = batches.head(min(batches.B, HEAD))
     energies, reason = choose(target, batches.N, _copies(few, max(2, chains)), how, bound.passes, precision)
     notes = [] if reason is None else [f"chains run one after another: vmap cannot follow this module ({reason})"]
     chunk, width = chunk_size(bound.passes, chains, _bytes_per_pass(target, batches), memory)
-    energies = replace(energies, width=width, pieces=_pieces(bound, batches))
+    energies = replace(energies, width=width, pieces=pieces)
     if bound.history is not None:
         notes += _check_memory("the history", bound.history.nbytes(chains, target.space.dim), device)
     if isinstance(target, Posterior) and target.network.batchnorm == "recalibrate":
         batches.inputs(RECALIBRATE)  # a loader looks them up now, so that when it does changes nothing
     step = Step(sampler or SGLD(1.0), bound, batches, energies, target.temperature, chunk, augment)
     theta = starting_points(target, step, init if given is None else given, chains, spread, ensembles)
-    return Plan(step, theta, device, batches.head(32), ensembles, tuple(notes))
+    if given is None and init == "map":
+        notes.append(f"every chain starts at a MAP of its own, {MAP_STEPS:,} steps of Adam")
+    elif given is None and init == "fresh" and isinstance(target, Posterior) and (names := target.unreached()):
+        notes.append(f"init='fresh' draws from the prior what no reset_parameters() reaches: {', '.join(names)}")
+    return Plan(step, theta, device, batches.head(32), ensembles, tuple(notes), forget_at)
 
 
 def starting_points(
@@ -166,6 +176,28 @@ def _check_coupled(init: Any, given: Tensor | None, coupled: bool) -> None:
         )
 
 
+def _check_spread(target: Target, spread: float | None, coupled: bool) -> None:
+    if coupled and spread is not None and isinstance(target, Posterior):
+        most = 0.1 * float(target.prior_scale().median())
+        if spread > most:
+            raise ValueError(
+                f"spread is {spread:g} with an Ensemble history, expected at most {most:.3g}, a tenth of the prior's "
+                "scale: its chains exchange their groups, so they must start in one mode"
+            )
+
+
+def _forget_at(history: History | None, burn_in: int | None) -> int | None:
+    """A history that drops burn-in drops the first half of it: the rest fills it again before the first kept draw."""
+    if history is None or burn_in is None:
+        return None
+    if history.warm_up and history.warm_up >= burn_in:
+        raise ValueError(
+            f"the history's warm_up is {history.warm_up:,} with burn_in={burn_in:,}, expected fewer steps: they follow the "
+            "joint law, which must not be kept"
+        )
+    return burn_in // 2 if history.drops_burn_in and burn_in > 1 else None
+
+
 def available_memory(device: torch.device) -> int:
     """Bytes free on the device."""
     if device.type == "cuda":
@@ -191,9 +223,10 @@ def _gib(n: int) -> str:
 
 
 def _check_fit(target: Target, batches: Batches) -> None:
-    check = getattr(target, "check", None)
-    if check is not None:
-        check(batches.head(min(batches.N, HEAD)), batches.targets())
+    if isinstance(target, Posterior):
+        later = target.check(batches.head(min(batches.N, HEAD)), batches.targets())
+        if isinstance(batches, Loader):
+            batches.check = later
 
 
 def _bytes_per_pass(target: Target, batches: Batches) -> int:

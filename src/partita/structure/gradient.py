@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import NamedTuple, Protocol
 
 import torch
@@ -124,7 +125,7 @@ class Structured:
         ):
             if not hasattr(getattr(self, name), method) or isinstance(getattr(self, name), type):
                 raise ValueError(f"Structured got {name}={getattr(self, name)!r}, expected for example {what}")
-        if not isinstance(self.past, int) or isinstance(self.past, bool) or self.past < 1:
+        if not isinstance(self.past, Integral) or isinstance(self.past, bool) or self.past < 1:
             raise ValueError(f"Structured got past={self.past!r}, expected a whole number of at least 1")
         if self.share not in ("batch", "split"):
             raise ValueError(f"Structured got share={self.share!r}, expected 'batch' or 'split'")

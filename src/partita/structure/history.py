@@ -6,12 +6,14 @@
 
 Shapes: C chains, R rows, D coordinates, k compositions, M groups; θ [C, D], rows [C, R, D], θ̃ [C, k, D]. Histories keep
 their state in a dict of tensors, so that a store can save it and a graph can hold it. A history keeps every `every`-th
-state; the first row is θ⁰ (or the first state after burn-in with `burn_in="drop"`), `warm_up` joint steps fill it first.
+state; the first row is θ⁰ (with `burn_in="drop"` the state in the middle of burn-in: what came before is dropped there, so
+that the first kept draw finds a filled history), and `warm_up` joint steps fill it first.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Protocol
 
 import torch
@@ -115,7 +117,7 @@ class Window(_Rows):
 class Reservoir(_Rows):
     """R states uniform over all seen. Algorithm R (Vitter 1985): state s (from 1) goes to row s - 1 while s <= R, then
     with probability R/s to a uniform row; each chain decides for itself, for all its groups at once. Since it forgets
-    nothing by itself, it starts anew after burn-in (`burn_in="keep"` keeps what it saw before)."""
+    nothing by itself, it starts anew in the middle of burn-in (`burn_in="keep"` keeps what it saw before)."""
 
     burn_in: str = "drop"
 
@@ -144,13 +146,12 @@ class Ensemble:
 
     size: int | None = None
     warm_up: int = 0
-    every: int = 1
-    drops_burn_in: bool = False
+    every: int = field(default=1, init=False)
+    drops_burn_in: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        if self.size is not None and (not isinstance(self.size, int) or self.size < 2):
+        if self.size is not None and not _whole(self.size, 2):
             raise ValueError(f"Ensemble got size={self.size!r}, expected at least 2 chains")
-        _check_whole("Ensemble", 1, every=self.every)
         _check_whole("Ensemble", 0, warm_up=self.warm_up)
 
     def ensembles(self, C: int) -> int:
@@ -181,7 +182,11 @@ class Ensemble:
         return theta.reshape(E, size, D).gather(1, row[:, :, labels]).view(C, k, D)
 
 
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
 def _check_whole(who: str, least: int, **values: int) -> None:
     for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not _whole(value, least):
             raise ValueError(f"{who} got {name}={value!r}, expected a whole number of at least {least}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Protocol
 
 import torch
@@ -192,11 +193,11 @@ class Gaussian:
 
 
 def _is_number(x: object) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+    return isinstance(x, Real) and not isinstance(x, bool) and math.isfinite(x)
 
 
 def _check_count(who: str, count: int) -> None:
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+    if not isinstance(count, Integral) or isinstance(count, bool) or count < 1:
         raise ValueError(f"{who} got count={count!r}, expected a whole number of at least 1")
 
 

@@ -13,9 +13,11 @@ get a group of their own, except under joint, by_name and from_labels, which say
 from __future__ import annotations
 
 import bisect
+import difflib
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Protocol
 
 import torch
@@ -73,6 +75,10 @@ class Partition:
         return groups
 
     def describe(self, space: Space) -> str:
+        """Groups and sizes over posterior.space (or a posterior, which has one)."""
+        space = getattr(space, "space", space)
+        if not hasattr(space, "blocks"):
+            raise ValueError(f"describe got a {type(space).__name__}, expected posterior.space")
         return f"{self.name}: {self.groups(space).describe()}"
 
     def __repr__(self) -> str:
@@ -113,6 +119,7 @@ def by_neuron(side: str = "out") -> Partition:
 
 def random(M: int, seed: int = 0) -> Partition:
     """M groups whose sizes differ by at most one, dealt at random."""
+    _check_count("random", M)
 
     def deal(n: int) -> Tensor:
         order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
@@ -124,6 +131,7 @@ def random(M: int, seed: int = 0) -> Partition:
 
 
 def cyclic(M: int) -> Partition:
+    _check_count("cyclic", M)
     return Partition(f"cyclic(M={M})", lambda s: _dealt(s, M, lambda n: torch.arange(n) % M))
 
 
@@ -141,7 +149,11 @@ def each() -> Partition:
 
 
 def by_name(labels: Mapping[str, Any]) -> Partition:
-    """Groups by shell-style name pattern; the first pattern that matches a parameter decides."""
+    """{pattern: group}: groups by shell-style name pattern; the first pattern that matches a parameter decides."""
+    if not isinstance(labels, Mapping) or not labels:
+        raise ValueError(
+            f'by_name got {labels!r}, expected {{pattern: group}} such as {{"*.weight": "w", "*.bias": "b"}}'
+        )
 
     def rule(s: Space) -> Groups:
         names = [b.name for b in s.blocks]
@@ -151,7 +163,7 @@ def by_name(labels: Mapping[str, Any]) -> Partition:
         if unmatched or unused:
             raise ValueError(
                 f"by_name: patterns that decide nothing {unused}, parameters without a group {unmatched[:8]}; "
-                f"got patterns {list(labels)}, expected every parameter of {names[:8]} to match one"
+                f"got patterns {list(labels)}, expected every parameter of {names[:8]} to match one{_close(unused, names)}"
             )
         return _by_key(s, lambda b: _whole(b, str(labels[found[b.name] or ""])), own_group=False)
 
@@ -160,7 +172,12 @@ def by_name(labels: Mapping[str, Any]) -> Partition:
 
 def from_labels(labels: Tensor | Sequence[int]) -> Partition:
     """Your own labels, [D], which must use every number from 0 to M - 1."""
-    given = torch.as_tensor(labels).clone()
+    try:
+        given = torch.as_tensor(labels).clone()
+    except (RuntimeError, TypeError, ValueError):
+        raise ValueError(
+            f"from_labels got a {type(labels).__name__} that is no tensor, expected whole numbers [D]"
+        ) from None
 
     def rule(s: Space) -> Groups:
         if given.dtype.is_floating_point or given.is_complex() or given.dtype == torch.bool or given.shape != (s.dim,):
@@ -206,13 +223,24 @@ def _dealt(s: Space, M: int, deal: Callable[[int], Tensor]) -> Groups:
     for b in own:
         rest[b.start : b.stop] = False
     n = int(rest.sum())
-    if not isinstance(M, int) or not 1 <= M <= n:
+    if n < M:
         raise ValueError(f"a partition into M={M!r} groups does not fit: expected a whole number from 1 to {n}")
     labels = torch.empty(s.dim, dtype=torch.long)
     labels[rest] = deal(n)
     for i, b in enumerate(own):
         labels[b.start : b.stop] = M + i
     return Groups(labels, M + len(own), lambda i: str(i) if i < M else own[i - M].name)
+
+
+def _close(patterns: Sequence[str], names: Sequence[str]) -> str:
+    """Names close to patterns that match none."""
+    found = {n for p in patterns for n in difflib.get_close_matches(p, names, n=2, cutoff=0.6)}
+    return f" (close: {', '.join(sorted(found))})" if found else ""
+
+
+def _check_count(who: str, M: object) -> None:
+    if not isinstance(M, Integral) or isinstance(M, bool) or M < 1:
+        raise ValueError(f"{who} got M={M!r}, expected a whole number of at least 1")
 
 
 def _short(numbers: list[int]) -> str:

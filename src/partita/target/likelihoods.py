@@ -17,8 +17,9 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.modules.loss import _Loss
 
-from partita.target.trees import leaves
+from partita.target.trees import leaves, map_tree, short
 
 Params = Mapping[str, Tensor]
 METHODS = ("parameters", "prior_energy", "sample", "log_prob", "check", "predict")
@@ -177,6 +178,18 @@ class FromFunction(_NoParameters):
     def check(self, output: Any, y: Tensor) -> None:
         self.predict(output, {})
 
+    def check_alone(self, output: Any, y: Tensor, log_p: Tensor) -> None:
+        """Refuse a function whose numbers depend on the other rows: [B, 1] against [B] broadcasts to [B, B]."""
+        few = min(len(y), 4)
+        with torch.no_grad():
+            alone = [self.function(map_tree(lambda t, i=i: t[i : i + 1], output), y[i : i + 1]) for i in range(few)]  # type: ignore[misc]
+        found = torch.stack([a.reshape(()) if a.numel() == 1 else a.new_full((), math.nan) for a in alone])
+        if not torch.allclose(found, log_p[:few], rtol=1e-3, atol=1e-4, equal_nan=True):
+            raise ValueError(
+                f"the likelihood gives other log-probabilities for rows alone ({_few(found)}) than among others "
+                f"({_few(log_p[:few])}), expected the same: output {_shapes(output)} and y {list(y.shape)} may broadcast"
+            )
+
     def predict(self, output: Any, params: Params) -> dict[str, Tensor]:
         """The network's own output, every tensor of it: nobody said what it means."""
         found = dict(leaves(output, "output"))
@@ -193,9 +206,14 @@ def as_likelihood(likelihood: Any) -> Likelihood:
                 f"{', '.join(METHODS)}, or a function (output, y) -> [B]"
             )
         return likelihood
+    if isinstance(likelihood, _Loss):
+        raise ValueError(
+            f"likelihood is the loss {likelihood}, expected log-probabilities: a loss has the other sign (pt.Categorical() "
+            "for CrossEntropyLoss, pt.Gaussian() for MSELoss, pt.Bernoulli() for BCEWithLogitsLoss)"
+        )
     if isinstance(likelihood, type) or not callable(likelihood):
         raise ValueError(
-            f"likelihood is {likelihood!r}, expected pt.Categorical(), pt.Gaussian(), pt.Bernoulli() or a function "
+            f"likelihood is {short(likelihood)}, expected pt.Categorical(), pt.Gaussian(), pt.Bernoulli() or a function "
             "(output, y) -> [B]"
         )
     return FromFunction(likelihood)
@@ -207,8 +225,16 @@ def check_per_datum(log_prob: Any, rows: int) -> None:
         came = f"shape {tuple(log_prob.shape)}" if isinstance(log_prob, Tensor) else type(log_prob).__name__
         raise ValueError(
             f"the likelihood returned {came} for {rows} rows, expected [B] = [{rows}]: "
-            "one log-probability per datum, neither summed nor averaged"
+            "one log-probability (not a loss, which has the other sign) per datum, neither summed nor averaged"
         )
+
+
+def _few(t: Tensor) -> str:
+    return ", ".join(f"{v:.4g}" for v in t.tolist())
+
+
+def _shapes(output: Any) -> str:
+    return ", ".join(str(list(t.shape)) for _, t in leaves(output))
 
 
 def _wide(t: Tensor) -> Tensor:

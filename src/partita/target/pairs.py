@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from partita.target.trees import as_tensors, leaves
 
 
-def as_pair(pair: Any) -> tuple[Any, Tensor]:
-    x, y = as_tensors(pair[0], "x"), as_tensors(pair[1], "y")
+def as_pair(pair: Any, dtype: torch.dtype | None = None) -> tuple[Any, Tensor]:
+    """x and y as tensors; floating arrays become `dtype`."""
+    x, y = as_tensors(pair[0], "x", dtype), as_tensors(pair[1], "y", dtype)
     if not isinstance(y, Tensor):
         raise ValueError(f"y is {what(y)}, expected one tensor")
     return x, y

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from partita.target.functional import Forward, FunctionalModule
-from partita.target.likelihoods import as_likelihood, check_per_datum
+from partita.target.likelihoods import FromFunction, as_likelihood, check_per_datum
 from partita.target.priors import BoundPrior, Normal, Prior
 from partita.target.space import LIKELIHOOD, ParameterSpace
-from partita.target.trees import leaves
+from partita.target.trees import leaves, short
 
 Batch = tuple[Any, Tensor] | None
 
@@ -79,9 +79,10 @@ class Posterior:
             raise ValueError(f"model is a {type(model).__name__}, expected the nn.Module that it was made of")
         self.temperature = _positive("temperature", temperature)
         self.likelihood_power = _positive("likelihood_power", likelihood_power)
-        self.model, self.likelihood, self.prior = model, as_likelihood(likelihood), prior or Normal(1.0)
+        self.model, self.likelihood = model, as_likelihood(likelihood)
+        self.prior: Prior = Normal(1.0) if prior is None else prior
         if not hasattr(self.prior, "bind") or isinstance(self.prior, type):
-            raise ValueError(f"prior is {prior!r}, expected pt.Normal(...), pt.Laplace(...) or pt.StudentT(...)")
+            raise ValueError(f"prior is {short(prior)}, expected pt.Normal(...), pt.Laplace(...) or pt.StudentT(...)")
         weights = ParameterSpace.of_module(model, random)
         own = {LIKELIHOOD + k: v for k, v in self.likelihood.parameters().items()}
         self.space, self._own = weights.extend(own), tuple(own)
@@ -156,8 +157,14 @@ class Posterior:
         reset = {k: v for k, v in self.network.fresh().items() if k in self.space.names}
         return self.space.flatten({**self.space.tree(prior), **reset})
 
-    def check(self, batch: Batch, y_all: Tensor) -> None:
-        """Refuse, before any work, data or a likelihood that do not fit: `batch` a few rows, `y_all` every target."""
+    def unreached(self) -> list[str]:
+        """The sampled parameters that no layer's reset_parameters() reaches."""
+        own = {LIKELIHOOD + k for k in self.likelihood.parameters()}
+        return [n for n in self.space.names if n not in own and n not in self.network.fresh()]
+
+    def check(self, batch: Batch, y_all: Tensor) -> Callable[[Tensor], None]:
+        """Refuse, before any work, data or a likelihood that do not fit: `batch` a few rows, `y_all` every target there
+        is. The check of targets that come later is returned."""
         assert batch is not None
         x, y = batch
         theta = self.space.values
@@ -180,6 +187,9 @@ class Posterior:
         with torch.no_grad():
             log_p = self.log_likelihood(theta, batch)
         check_per_datum(log_p, y.shape[0])
+        if isinstance(self.likelihood, FromFunction):
+            self.likelihood.check_alone(output, y, log_p)
+        return lambda y: self.likelihood.check(output, y)
 
     def to(self, device: torch.device) -> Posterior:
         """The same posterior with everything fixed on that device."""
@@ -225,6 +235,8 @@ class Density:
         self.temperature = _positive("temperature", temperature)
         self.likelihood_power = _positive("likelihood_power", likelihood_power)
         self.log_prob, self.log_prior, self.has_prior = log_prob, log_prior, log_prior is not None
+        if shapes is not None and not isinstance(shapes, Mapping):
+            raise ValueError(f"Density got shapes={shapes!r}, expected {{name: shape}} such as {{'w': (2, 3)}}")
         named = dict(shapes) if shapes is not None else {"theta": (dim or 0,)}
         self.space = ParameterSpace.of_tensors({k: torch.zeros(s, dtype=dtype) for k, s in named.items()})
         for name, f in (("log_prob", log_prob), ("log_prior", log_prior)):

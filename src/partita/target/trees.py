@@ -10,6 +10,12 @@ import torch
 from torch import Tensor
 
 
+def short(value: Any) -> str:
+    """A value for messages, in a line."""
+    said = " ".join(repr(value).split())
+    return said if len(said) <= 80 else f"a {type(value).__name__}"
+
+
 def map_tree(f: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """f applied to every tensor, the nesting kept."""
     if isinstance(tree, Mapping):
@@ -41,14 +47,16 @@ def zip_trees(f: Callable[[list[Tensor]], Tensor], trees: list[Any]) -> Any:
     return f(trees)
 
 
-def as_tensors(tree: Any, path: str = "x") -> Any:
-    """NumPy arrays become tensors; anything else than tensors, arrays and their nestings is refused."""
+def as_tensors(tree: Any, path: str = "x", dtype: torch.dtype | None = None) -> Any:
+    """NumPy arrays become tensors, floating ones of `dtype`; anything else than tensors, arrays and their nestings is
+    refused."""
     if isinstance(tree, Mapping):
-        return {k: as_tensors(v, f"{path}[{k!r}]") for k, v in tree.items()}
+        return {k: as_tensors(v, f"{path}[{k!r}]", dtype) for k, v in tree.items()}
     if isinstance(tree, (tuple, list)):
-        return tuple(as_tensors(v, f"{path}[{i}]") for i, v in enumerate(tree))
+        return tuple(as_tensors(v, f"{path}[{i}]", dtype) for i, v in enumerate(tree))
     if isinstance(tree, np.ndarray):
-        return _from_numpy(tree, path)
+        made = _from_numpy(tree, path)
+        return made.to(dtype) if dtype is not None and made.is_floating_point() else made
     if not isinstance(tree, Tensor):
         raise ValueError(f"{path} is a {type(tree).__name__}, expected a tensor, an array, or tuples or dicts of them")
     return tree.clone() if tree.is_inference() else tree  # no gradient can pass inference tensors
