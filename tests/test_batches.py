@@ -14,9 +14,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from partita.engine.batches import Loader, NoData, Resident
+from partita.engine.batches import NoData, Resident
 from partita.runs import inputs as module
 from partita.runs.inputs import make_batches
+from partita.runs.loader import Loader
 
 CPU = torch.device("cpu")
 N = 40

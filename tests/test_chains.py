@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import partita as pt
-from partita.engine.chains import Energies, bytes_per_pass, choose
-from partita.engine.step import chunk_size
-from partita.runs.setup import device_of
+from partita.engine.chains import Energies
+from partita.runs.choose import bytes_per_pass, choose_chains
+from partita.runs.setup import chunk_size, device_of
 
 C, K, B = 5, 3, 6
 
@@ -141,9 +141,9 @@ def two(batch):
 
 
 def test_the_probe_chooses_vmap_where_it_works():
-    energies, reason = choose(mlp(), 100, two(batch_for("mlp")))
+    energies, reason = choose_chains(mlp(), 100, two(batch_for("mlp")))
     assert (energies.how, reason) == ("vmap", None)
-    energies, reason = choose(mlp(), 100, two(batch_for("mlp")), "loop")
+    energies, reason = choose_chains(mlp(), 100, two(batch_for("mlp")), "loop")
     assert (energies.how, reason) == ("loop", None)
 
 
@@ -165,12 +165,12 @@ class Peeking(nn.Linear):
 def test_the_probe_falls_back_to_the_loop_with_a_reason():
     for module, match in ((Branching(4, 3), "data-dependent|control flow|item"), (Peeking(4, 3), "% off under vmap")):
         target = pt.Posterior(module, pt.Categorical())
-        energies, reason = choose(target, 100, two(batch_for("mlp")))
+        energies, reason = choose_chains(target, 100, two(batch_for("mlp")))
         assert energies.how == "loop"
         assert reason is not None
         assert "\n" not in reason
         with pytest.raises(ValueError, match=match):
-            choose(target, 100, two(batch_for("mlp")), "vmap")
+            choose_chains(target, 100, two(batch_for("mlp")), "vmap")
 
 
 def test_a_run_that_loops_says_why_and_samples_the_same_law():

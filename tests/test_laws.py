@@ -221,7 +221,9 @@ def test_planted_ever_adapting_preconditioner_is_caught(monkeypatch):
     monkeypatch.setitem(SAMPLERS, "pSGLD", row)
     assert run_cell(Cell("pSGLD", "Joint")).passed
     right = Step.__call__
-    monkeypatch.setattr(Step, "__call__", lambda self, chains, rate, adapt: right(self, chains, rate, 1.0))
+    monkeypatch.setattr(
+        Step, "__call__", lambda self, chains, rate, adapt, *rest: right(self, chains, rate, 1.0, *rest)
+    )
     assert run_cell(Cell("pSGLD", "Joint")).z > 2 * Z
 
 

@@ -267,6 +267,7 @@ class Diary:
     every: int = 1
     warm_up: int = 0
     drops_burn_in: bool = False
+    host: bool = False
     seen: list = field(default_factory=list)
 
     def ensembles(self, C):

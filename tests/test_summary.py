@@ -190,7 +190,7 @@ def test_the_span_of_a_history_is_what_it_can_have_seen():
 class Coins:
     """A history whose past draws are 0 or 1 with probability a half."""
 
-    every, warm_up, drops_burn_in = 1, 0, False
+    every, warm_up, drops_burn_in, host = 1, 0, False, False
 
     def ensembles(self, C):
         return C

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import re
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +13,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 if TYPE_CHECKING:
     from partita.laws.report import Outcome
@@ -75,6 +79,39 @@ def laws(
         console.print(f"written to {out}")
     if any(not o.passed for o in outcomes):
         raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    device: Annotated[str, typer.Option(help="'auto', 'cpu' or 'cuda'.")] = "auto",
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads of torch (0: all cores).")] = 0,
+    only: Annotated[str, typer.Option(help="Only rows that match this: 'MLP .* SGLD', '8 .* graph', …")] = "",
+    blocks: Annotated[int, typer.Option(min=3, help="Blocks of steps each row is timed for.")] = 7,
+    out: Annotated[Path | None, typer.Option(help="Write the rows to this JSON file.")] = None,
+) -> None:
+    """Time the engine beside other libraries on the same jobs (pip install 'partita[bench]' for those)."""
+    from partita.bench.table import HEAD, bench
+    from partita.runs.setup import device_of
+
+    try:
+        where = device_of(device, torch.device("cpu"))
+        re.compile(only)
+    except (ValueError, re.error) as e:
+        console.print(f"partita bench: {escape(str(e))}")
+        raise typer.Exit(2) from None
+    began, seen = time.perf_counter(), 0
+    with console.status("") as status:
+        for rows in bench(where.type, threads or os.cpu_count() or 1, only, blocks, out):
+            seen += len(rows)
+            table = Table(*HEAD, box=None, pad_edge=False)
+            for r in rows:
+                table.add_row(*map(escape, r))
+            console.print(table, "")
+            status.update(f"{seen} rows, {time.perf_counter() - began:.0f} s")
+    if not seen:
+        console.print(f"no row matches {only!r}: try 'MLP', 'ResNet-20 B=128', 'S_d' or 'BlackJAX'")
+        raise typer.Exit(2)
+    console.print(f"{seen} rows in {time.perf_counter() - began:.0f} s" + (f", written to {out}" if out else ""))
 
 
 def _line(o: Outcome) -> str:

@@ -1,32 +1,19 @@
 """Minibatches for C chains, each its own: (x, y) with leaves [C, B, ...].
 
-Resident data lies on the device and rows are drawn with replacement inside the step, so the batch position is the
-random state and nothing else; a batch of all N rows is the data itself, without noise. A DataLoader supplies C batches
-a step, one for each chain.
+Resident data lies on the device and rows are drawn with replacement, so the batch position is the random state and
+nothing else; a batch of all N rows is the data itself, without noise. (A DataLoader's: runs/loader.py.)
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sized
-from itertools import chain, cycle, islice
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
 
 from partita.target import Batch
-from partita.target.pairs import as_pair, check_lengths, check_values, what
-from partita.target.trees import leaves, map_tree, zip_trees
+from partita.target.trees import map_tree
 
 HEAD = 64  # rows looked at before a run
 RECALIBRATE = 2048  # rows BatchNorm statistics are recomputed from
@@ -35,7 +22,7 @@ RECALIBRATE = 2048  # rows BatchNorm statistics are recomputed from
 class Batches(Protocol):
     N: int
     B: int
-    inside: bool  # draw is tensor work alone, which can be compiled and captured
+    inside: bool  # draw belongs into compiled code: it is tensor work alone, and faster there
 
     def draw(self, C: int) -> Batch:
         """(x, y), leaves [C, B, ...]; None without data."""
@@ -77,10 +64,9 @@ class NoData:
 class Resident:
     """Tensors on the device; B of N rows with replacement, or all of them."""
 
-    inside = True
-
     def __init__(self, x: Any, y: Tensor, batch_size: int):
         self.x, self.y, self.N, self.B = x, y, int(y.shape[0]), batch_size
+        self.inside = y.is_cuda  # on the CPU index_select copies rows twice as fast as compiled code does
 
     def draw(self, C: int) -> Batch:
         if self.B == self.N:
@@ -105,114 +91,8 @@ class Resident:
             yield map_tree(lambda t, i=index: t[i], self.x)  # type: ignore[misc]
 
 
-class Loader:
-    """A DataLoader of (x, y) pairs, gone through again and again; short last batches are left out. Batches go to a GPU
-    from pinned memory on a stream of their own, beside the step before."""
-
-    inside = False
-
-    def __init__(self, loader: DataLoader, device: torch.device):
-        self.N = _count(loader)
-        if loader.batch_sampler is None and not isinstance(loader.sampler, BatchSampler):
-            raise ValueError("the DataLoader has batch_size=None, expected one that makes batches of single rows")
-        if isinstance(getattr(loader.batch_sampler, "sampler", None), SequentialSampler):
-            warnings.warn("the DataLoader does not shuffle: batches come in the data's own order", stacklevel=4)
-        self.loader, self.device, self.B = loader, device, 0
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.check: Callable[[Tensor], None] | None = None  # of the targets of every batch to come
-        self._stream = self._forever()
-        self._first = next(self._stream)
-        self._stream = chain([self._first], self._stream)
-        self._last = [self._first]
-        self._inputs: list[Any] = []
-
-    def draw(self, C: int) -> Batch:
-        self._last = list(islice(self._stream, C))
-        return self._send(zip_trees(torch.stack, self._last))
-
-    def look(self, C: int) -> Batch:
-        """The last batches drawn, once more."""
-        return self._send(zip_trees(torch.stack, list(islice(cycle(self._last), C))))
-
-    def head(self, rows: int) -> Batch:
-        return self._send(map_tree(lambda t: t[:rows], self._first))
-
-    def targets(self) -> Tensor:
-        return self._first[1]
-
-    def inputs(self, rows: int) -> Iterator[Any]:
-        """Looked up once and put back: a second pass beside the first would move the loader's random state."""
-        if not self._inputs:
-            ahead = list(islice(self._stream, max(rows // self.B, 1)))
-            self._stream = chain(ahead, self._stream)
-            self._inputs = [self._send(x) for x, _ in ahead]
-        return iter(self._inputs)
-
-    def _pair(self, batch: Any, number: int) -> tuple[Any, Tensor]:
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise ValueError(f"the DataLoader gives {what(batch)}, expected pairs (x, y)")
-        x, y = as_pair(batch)
-        check_lengths(x, y)
-        try:
-            check_values(x, y)
-            if self.check is not None:
-                self.check(y)
-        except ValueError as e:
-            raise ValueError(f"batch {number:,} of the DataLoader: {e}") from None
-        return x, y
-
-    def _send(self, batch: Any) -> Any:
-        """A batch on the device."""
-        if self._side is None:
-            return map_tree(lambda t: t.to(self.device), batch)
-        here = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self._side):
-            pinned = map_tree(lambda t: t if t.is_cuda else t.pin_memory(), batch)
-            batch = map_tree(lambda t: t.to(self.device, non_blocking=True), pinned)
-        here.wait_stream(self._side)
-        for _, t in leaves(batch):
-            t.record_stream(here)
-        return batch
-
-    def _forever(self) -> Iterator[tuple[Any, Tensor]]:
-        while True:
-            full = 0
-            for number, batch in enumerate(self.loader):
-                x, y = self._pair(batch, number)
-                self.B = self.B or int(y.shape[0])
-                if y.shape[0] == self.B:
-                    full += 1
-                    yield x, y
-            if not full:
-                raise ValueError(
-                    f"the DataLoader gives no full batch in a pass over its N = {self.N:,} data, expected at least one"
-                )
-
-
-def _count(loader: DataLoader) -> int:
-    """N: the rows a loader's passes go over. A sampler of a subset knows better than the data set."""
-    try:
-        n = len(loader.dataset)  # type: ignore[arg-type]
-    except TypeError:
-        raise ValueError("the DataLoader's dataset has no length, expected one: N scales the likelihood") from None
-    sampler = getattr(loader.batch_sampler, "sampler", None)
-    if isinstance(sampler, SubsetRandomSampler):
-        return len(sampler)
-    if isinstance(sampler, WeightedRandomSampler):
-        raise ValueError(
-            "the DataLoader draws rows with weights, expected every row equally often: N scales them alike"
-        )
-    drawn = len(sampler) if isinstance(sampler, Sized) else n
-    if drawn != n and not isinstance(sampler, (RandomSampler, DistributedSampler)):
-        raise ValueError(
-            f"the DataLoader's sampler draws {drawn:,} of the data set's {n:,} rows, so N is not known: expected a "
-            "DataLoader of a torch.utils.data.Subset"
-        )
-    return n
-
-
 def _rows(t: Tensor, index: Tensor) -> Tensor:
     """t[index], and images in channels_last stay so."""
     if t.dim() == 4 and not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last):
-        return t.permute(0, 2, 3, 1)[index].permute(0, 1, 4, 2, 3)
-    return t[index]
+        return _rows(t.permute(0, 2, 3, 1), index).permute(0, 1, 4, 2, 3)
+    return t.index_select(0, index.flatten()).unflatten(0, index.shape)

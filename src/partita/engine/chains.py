@@ -6,23 +6,18 @@ Shapes: C chains, k compositions, D coordinates; φ [C, k, D] -> U [C, k] and �
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import grad_and_value, vmap
 
-from partita.engine.graphs import captured, seconds
-from partita.target import Batch, Posterior, Target
-from partita.target.trees import leaves, map_tree
+from partita.target import Batch, Target
+from partita.target.trees import map_tree
 
-AGREE = 0.05  # relative difference of gradients under vmap and in the loop that rounding may explain, bfloat16 included
 STREAMS = 16  # passes side by side
-SLOWER = 0.8
 
 Over = Callable[[Callable[..., Any]], Callable[..., Any]]  # maps a function of one row over rows
 
@@ -48,10 +43,13 @@ class Energies:
         """φ [C, k, D], of which the step's composition number `first` is the first -> U_lik [C, k], ∇U_lik [C, k, D]."""
         if self.pieces > 1:
             batch = map_tree(lambda t: _piece(t, self.pieces)[:, first : first + phi.shape[1]], batch)
+        if phi.shape[:2] == (1, 1):  # plain matrix products are faster than batches of one
+            u, du = self.value_and_gradient(phi[0, 0], pick(pick(batch, 0), 0) if self.pieces > 1 else pick(batch, 0))
+            return u.view(1, 1), du.view(1, 1, -1)
         if self.how != "vmap":
             return self._loop(phi, batch)
         width = self.width or phi.shape[0]
-        parts = [self._vmap(phi[a : a + width], _slice(batch, a, width)) for a in range(0, phi.shape[0], width)]
+        parts = [self._vmap(phi[a : a + width], part(batch, a, width)) for a in range(0, phi.shape[0], width)]
         return parts[0] if len(parts) == 1 else (torch.cat([u for u, _ in parts]), torch.cat([g for _, g in parts]))
 
     def prior(self, theta: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,7 +62,7 @@ class Energies:
         """θ [C, D] -> U_lik [C] on the whole batch, without a gradient."""
         with torch.no_grad():
             if self.how != "vmap":
-                return torch.stack([self._u(theta[c], _pick(batch, c)) for c in range(len(theta))])
+                return torch.stack([self._u(theta[c], pick(batch, c)) for c in range(len(theta))])
             return vmap(self._u, in_dims=(0, 0 if batch is not None else None), chunk_size=self.width)(theta, batch)
 
     def _u(self, theta: Tensor, batch: Batch) -> Tensor:
@@ -92,9 +90,9 @@ class Energies:
         places = [(c, k) for c in range(phi.shape[0]) for k in range(phi.shape[1])]
         with _side_by_side(phi.device, len(places) if self.how == "streams" else 0) as on:
             for i, (c, k) in enumerate(places):
-                mine = _pick(batch, c)
+                mine = pick(batch, c)
                 with on(i):
-                    u[c, k], du[c, k] = self.value_and_gradient(phi[c, k], _pick(mine, k) if self.pieces > 1 else mine)
+                    u[c, k], du[c, k] = self.value_and_gradient(phi[c, k], pick(mine, k) if self.pieces > 1 else mine)
         return u, du
 
     def value_and_gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -132,89 +130,14 @@ def _side_by_side(device: torch.device, passes: int) -> Iterator[Callable[[int],
         here.wait_stream(s)
 
 
-def choose(
-    target: Target, n: int, batch: Batch, how: str = "auto", passes: int = 1, precision: str = "float32"
-) -> tuple[Energies, str | None]:
-    """Probe gradient and forward with two copies, nested if a step has several passes; the reason when only the loop
-    works. Where the network has convolutions, under which vmap can be slow, both are timed. `batch` has a chain axis."""
-    loop = Energies(target, n, "loop", precision=precision)
-    theta = target.space.values.expand(2, -1).contiguous()
-    theta = theta + 1e-3 * torch.linspace(-1, 1, theta.shape[1]).to(theta)
-    try:
-        u, du = loop.likelihood(theta[:1].unsqueeze(1), _slice(batch, 0, 1))
-    except Exception as e:
-        raise ValueError(f"the gradient of the likelihood failed, expected one: {_first_line(e)}") from e
-    if target.needs_data and not bool(du.any()) and bool(u.isfinite().all()):
-        raise ValueError(
-            "the likelihood does not depend on theta (its gradient is zero everywhere), expected it to: forward must "
-            "call the module it is given, not another one"
-        )
-    side = "streams" if theta.device.type == "cuda" else "loop"
-    if how in ("loop", "streams"):
-        return replace(loop, how=how), None
-    try:
-        fast = replace(loop, how="vmap")
-        two = _slice(batch, 0, 2)
-        with warnings.catch_warnings():  # torch says once a process that vmap runs some operations one by one
-            warnings.filterwarnings("ignore", "There is a performance drop")
-            _, same = fast.likelihood(theta.unsqueeze(1).repeat(1, min(passes, 2), 1), two)
-        fast.energy(theta, two)
-        apart = float((same[:1, :1] - du).norm() / du.norm())
-        if apart > AGREE:  # NaN, when the start has no finite gradient, is for the run to report
-            raise RuntimeError(f"its gradient is {apart:.0%} off under vmap")
-    except Exception as e:  # whatever vmap cannot follow, the loop can
-        if how == "vmap":
-            raise ValueError(f"chains='vmap' does not work for this module: {_first_line(e)}") from e
-        return replace(loop, how=side), _first_line(e)
-    slow = how == "auto" and isinstance(target, Posterior) and any(map(_convolves, target.network.copy.modules()))
-    return (replace(loop, how=side) if slow and _loses(fast, replace(loop, how=side), theta, batch) else fast), None
-
-
-def _convolves(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.conv._ConvNd)
-
-
-def _loses(fast: Energies, loop: Energies, theta: Tensor, batch: Batch) -> bool:
-    """Whether `loop` takes under SLOWER of the time of `fast`, best of three, on a GPU as graphs."""
-    C = next(leaves(batch))[1].shape[0]
-    phi = theta[:1].expand(C, -1).unsqueeze(1).contiguous()
-    runs: list[Callable[[], Any]] = [partial(e.likelihood, phi, batch) for e in (fast, loop)]
-    if theta.device.type == "cuda":
-        runs = [captured(f).replay for f in runs]
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(3):
-        for f, took in zip(runs, times):
-            took.append(seconds(f, theta.device))
-    return min(times[1]) < SLOWER * min(times[0])
-
-
-def bytes_per_pass(target: Target, n: int, batch: Batch) -> int:
-    """Memory one forward and backward pass holds: what autograd saves, and θ-sized vectors. `batch` is one chain's."""
-    saved: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    theta = target.space.values.detach().clone().requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.enable_grad():
-        target.likelihood_energy(theta * 1, batch, n)
-    return sum(saved.values()) + 6 * theta.numel() * theta.element_size()
-
-
 def _piece(t: Tensor, pieces: int) -> Tensor:
     """[C, B, ...] -> [C, pieces, B/pieces, ...]."""
     return t.unflatten(1, (pieces, -1))
 
 
-def _slice(batch: Batch, start: int, count: int) -> Batch:
+def part(batch: Batch, start: int, count: int) -> Batch:
     return None if batch is None else map_tree(lambda t: t[start : start + count], batch)
 
 
-def _pick(batch: Batch, c: int) -> Batch:
+def pick(batch: Batch, c: int) -> Batch:
     return None if batch is None else map_tree(lambda t: t[c], batch)
-
-
-def _first_line(e: Exception) -> str:
-    text = str(e).strip()
-    return f"{type(e).__name__}: {text.splitlines()[0] if text else ''}"[:160]

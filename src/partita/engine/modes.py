@@ -1,41 +1,34 @@
-"""How a step is run: eagerly, compiled, or compiled and captured in a CUDA graph.
+"""How a step is run: eagerly, compiled, or compiled and captured in CUDA graphs.
 
-    advance(chains, rate, adapt, write) -> chains, gradient
+    advance(chains, rate, adapt, write) -> gradient           (the chains have moved)
 
-All three run the same `Step`. Compiled: where all chains go through vmap the whole step is one compiled function, else
-its parts are (the passes of the loop share one), and Python calls them in turn. A graph is that work captured once, with
-the states in place, and replayed. Chains that were given are spent: a graph writes into them.
+All three run the same `Step`. Compiled: where all passes go at once the whole step is one compiled function, else its
+parts are (the passes of the loop share one), and Python calls them in turn. A graph is that work captured and replayed.
 
 On the CPU compiled code draws torch's own random numbers, so that it equals eager code up to rounding; on CUDA it draws
-its own, from torch's generator, so that the state of that generator is still the whole state.
+its own, from torch's generator, so that the state of that generator is still the whole random state.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import types
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from partita.engine.chains import AGREE
-from partita.engine.graphs import captured, seconds
+from partita.engine.batches import Batches
 from partita.engine.step import Chains, Step
 from partita.structure.gradient import Gradient
 from partita.target import Batch
 from partita.target.trees import map_tree, zip_trees
 
-MODES = ("auto", "eager", "compile", "graph")
-PRECISIONS = ("float32", "tf32", "bf16")
 WHOLE = 4  # so many chunks are unrolled into one compiled step
-COST = {"cpu": 30.0, "cuda": 60.0}  # seconds a compilation takes, about
-SAVED = {"cpu": 0.4, "cuda": 0.8}  # of the eager time, about
+WARM = 3  # calls until libraries have chosen and loaded their kernels
 
-Run = Callable[[Chains, Tensor, Tensor, Batch], tuple[Chains, Gradient]]
+Run = Callable[[Chains, Tensor, Tensor, Batch, bool], Gradient]
 
 
 class Eager:
@@ -44,215 +37,131 @@ class Eager:
     def __init__(self, step: Step):
         self.step = step
 
-    def advance(self, chains: Chains, rate: float, adapt: float, write: bool) -> tuple[Chains, Gradient]:
-        chains, grad = self.step(chains, rate, adapt)
-        if write:
-            self.step.remember(chains)
-        return chains, grad
+    def advance(self, chains: Chains, rate: float, adapt: float, write: bool) -> Gradient:
+        return self.step(chains, rate, adapt, None, write)
 
 
 class Compiled:
     name = "compile"
 
-    def __init__(self, step: Step, run: Run):
-        self.step, self.run = step, run
-        self.rate, self.adapt = _dials(step.device)
-        self.set: tuple[float, float] = (0.0, 0.0)
+    def __init__(self, step: Step, chains: int):
+        self.run = compiled(step, chains)
+        self.batches: Batches = step.batches
+        self.remember = step.remember
+        # tensors, so that nothing is compiled or captured anew when they change
+        self.rate, self.adapt = torch.zeros((), device=step.device), torch.zeros((), device=step.device)
+        self.set = (0.0, 0.0)
 
-    def advance(self, chains: Chains, rate: float, adapt: float, write: bool) -> tuple[Chains, Gradient]:
+    def advance(self, chains: Chains, rate: float, adapt: float, write: bool) -> Gradient:
         self.dial(rate, adapt)
-        batch = None if self.step.batches.inside else self.step.batches.draw(chains.theta.shape[0])
-        chains, grad = self.run(chains, self.rate, self.adapt, batch)
-        if write:
-            self.step.remember(chains)
-        return chains, grad
+        grad = self.run(chains, self.rate, self.adapt, self.batch(chains), False)
+        if write:  # not compiled, since that would be a second compilation of the whole step
+            self.remember(chains)
+        return grad
+
+    def batch(self, chains: Chains) -> Batch:
+        return None if self.batches.inside else self.batches.draw(chains.theta.shape[0])
 
     def dial(self, rate: float, adapt: float) -> None:
-        """Rate and adaptation are tensors, so that nothing is compiled or captured anew when they change."""
         if (rate, adapt) != self.set:
             self.rate.fill_(rate)
             self.adapt.fill_(adapt)
             self.set = (rate, adapt)
 
+    def probe(self, chains: Chains) -> Gradient:
+        """A step of rate 0 from here that leaves the chains and the batches' order as they are."""
+        batch = None if self.batches.inside else self.batches.look(chains.theta.shape[0])
+        return self.run(chains.aside(), torch.zeros_like(self.rate), torch.zeros_like(self.adapt), batch, False)
+
 
 class Graph(Compiled):
+    """Steps that write a history and steps that do not are a graph each. Of each kind the first step runs plainly, so
+    that libraries load and choose their kernels, the second is captured, and from then on it is replayed."""
+
     name = "graph"
 
-    def __init__(self, step: Step, run: Run):
-        super().__init__(step, run)
-        self.graphs: dict[bool, tuple[torch.cuda.CUDAGraph, list[Gradient]]] = {}
+    def __init__(self, step: Step, chains: int):
+        super().__init__(step, chains)
         self.chains: Chains | None = None
-        self.batch: Batch = None
+        self.held: Batch = None
+        self.warm: set[bool] = set()
+        self.graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Gradient]] = {}
 
-    def advance(self, chains: Chains, rate: float, adapt: float, write: bool) -> tuple[Chains, Gradient]:
+    def advance(self, chains: Chains, rate: float, adapt: float, write: bool) -> Gradient:
         self.dial(rate, adapt)
-        if self.chains is None:
-            self.chains = chains
-        elif chains is not self.chains:
-            _assign(self.chains, chains)
-        if not self.step.batches.inside:
-            self._fill(self.step.batches.draw(chains.theta.shape[0]))
+        if chains is not self.chains:  # graphs write into the tensors they were captured with
+            self.chains, self.graphs = chains, {}
+        if not self.batches.inside:
+            self._fill(self.batch(chains))
         if write not in self.graphs:
-            self.graphs[write] = self._capture(write)
+            step = lambda: self.run(chains, self.rate, self.adapt, self.held, write)
+            if write not in self.warm:
+                self.warm.add(write)
+                return step()
+            self.graphs[write] = captured(step)
         graph, grad = self.graphs[write]
         graph.replay()
-        return self.chains, grad[0]
+        return grad
 
     def _fill(self, batch: Batch) -> None:
-        if self.batch is None:
-            self.batch = map_tree(torch.clone, batch)
+        if self.held is None:
+            self.held = map_tree(torch.clone, batch)
         else:
-            zip_trees(lambda pair: pair[0].copy_(pair[1], non_blocking=True), [self.batch, batch])
-
-    def _capture(self, write: bool) -> tuple[torch.cuda.CUDAGraph, list[Gradient]]:
-        chains, out = self.chains, []
-        assert chains is not None
-        step = lambda: self.run(chains, self.rate, self.adapt, self.batch)
-
-        def whole() -> None:
-            new, grad = step()
-            _assign(chains, new)
-            out.append(grad)
-            if write:
-                self.step.remember(chains)
-
-        with unchanged(self.step.device):
-            graph = captured(whole, warm=step)
-        return graph, out
+            zip_trees(lambda pair: pair[0].copy_(pair[1], non_blocking=True), [self.held, batch])
 
 
 Engine = Eager | Compiled | Graph
 
 
-@dataclass(frozen=True)
-class Choice:
-    """An engine, why it was taken, and whether it is another one than was asked for."""
-
-    engine: Engine
-    why: str
-    fell_back: bool = False
-
-
-def choose_engine(mode: str, step: Step, chains: Chains, steps: int) -> Choice:
-    """The engine for a run of `steps` steps from here. Neither the chains nor torch's random state change. What cannot be
-    compiled runs eagerly."""
-    cuda = step.device.type == "cuda"
-    why, short = "as asked", False
-    if mode == "auto":
-        mode, why = _weigh(step, chains, steps)
-    elif mode == "graph" and not cuda:
-        mode, why, short = "compile", "engine='graph' needs CUDA: compiled instead", True
-    if mode == "eager":
-        return Choice(Eager(step), why)
-    try:
-        batch = step.batches.look(chains.theta.shape[0])
-        with unchanged(step.device):
-            run = compiled(step)
-            _, grad = run(chains, *_dials(step.device), None if step.batches.inside else batch)
-        if not cuda:  # the same random numbers, so the same gradient
-            with unchanged(step.device):
-                _, same = step(chains, 0.0, 0.0, None if step.batches.inside else batch)
-            if float((grad.g - same.g).norm() / same.g.norm()) > AGREE:
-                raise RuntimeError("its gradient is not the eager one")
-        return Choice((Graph if mode == "graph" else Compiled)(step, run), why, short)
-    except Exception as e:
-        said = [line.strip() for line in str(e).splitlines() if line.strip()] or [""]
-        line = next((s for s in said if "Error" in s or "xplanation" in s), said[0])
-        return Choice(Eager(step), f"engine='{mode}' falls back to eager: {type(e).__name__}: {line[:140]}", True)
-
-
-def compiled(step: Step) -> Run:
+def compiled(step: Step, chains: int) -> Run:
     """The step as compiled code."""
+    cpu = step.device.type == "cpu"
     # torch's own random numbers on the CPU: inductor's are not vectorised there
-    options: dict[str, Any] = {"fallback_random": step.device.type == "cpu"}
-    make = lambda f: torch.compile(f, fullgraph=True, dynamic=False, options=options)
-    if step.energies.how == "vmap" and step.structure.passes <= WHOLE * step.chunk:
-        return make(step.__call__)
-    parts = lambda whole, *names: _with(whole, **{name: make(getattr(whole, name)) for name in names})
+    options: dict[str, Any] = {"fallback_random": cpu}
+    if chains * step.structure.passes == 1 or (
+        step.energies.how == "vmap" and step.structure.passes <= WHOLE * step.chunk
+    ):
+        # its inputs never change but in value, and checks of that are a tenth of a small network's step
+        unchecked = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False}
+        return _compile(step.__call__, {**options, **unchecked, "alignment_asserts": False, "cpp_wrapper": cpu})
+    parts = lambda whole, *names: _with(whole, **{n: _compile(getattr(whole, n), options) for n in names})
     return replace(
-        step,
+        parts(step, "move"),
         batches=parts(step.batches, "draw") if step.batches.inside else step.batches,
         structure=parts(step.structure, "masks", "compose", "masked"),
         energies=parts(step.energies, "value_and_gradient", "prior"),
-        sampler=parts(step.sampler, "step"),
-    )
+    ).__call__
 
 
-@contextlib.contextmanager
-def unchanged(device: torch.device) -> Iterator[None]:
-    """torch's random state is afterwards what it was."""
-    state = rng_state(device)
-    try:
-        yield
-    finally:
-        set_rng_state(state)
+def _compile(f: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    def own(*args: Any) -> Any:
+        return f(*args)
 
-
-@contextlib.contextmanager
-def tf32(on: bool) -> Iterator[None]:
-    """Matrix products and convolutions in tf32; off leaves torch as it is set."""
-    if not on:
-        yield
-        return
-    backends: tuple[Any, Any] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    before = [b.allow_tf32 for b in backends]
-    try:
-        for b in backends:
-            b.allow_tf32 = True
-        yield
-    finally:
-        for b, was in zip(backends, before):
-            b.allow_tf32 = was
-
-
-def rng_state(device: torch.device) -> dict[str, Tensor]:
-    """All that the random numbers of a run depend on, in every mode."""
-    state = {"cpu": torch.get_rng_state()}
-    return {**state, str(device): torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
-
-
-def set_rng_state(state: dict[str, Tensor]) -> None:
-    for device, value in state.items():
-        if device == "cpu":
-            torch.set_rng_state(value)
-        else:
-            torch.cuda.set_rng_state(value, device)
+    # a code object of its own: torch looks up what it compiled by that, and a step must not find another step's
+    code = types.FunctionType(own.__code__.replace(), own.__globals__, f.__name__, None, own.__closure__)
+    return torch.compile(code, fullgraph=True, dynamic=False, options=options)
 
 
 def _with(whole: Any, **methods: Any) -> Any:
     """The same object with some of its methods replaced."""
-    twin = copy.copy(whole)
-    twin.__dict__.update(methods)
+    twin = object.__new__(type(whole))
+    twin.__dict__.update(whole.__dict__ | methods)
     return twin
 
 
-def _weigh(step: Step, chains: Chains, steps: int) -> tuple[str, str]:
-    """Whether compiling is repaid, from the time of an eager gradient."""
-    kind = step.device.type
-    batch = step.batches.look(chains.theta.shape[0])
-    each, saved = math.inf, math.inf
-    with unchanged(step.device):
-        for _ in range(4):  # the first is slower: when even that does not repay it, no more are needed
-            each = min(each, seconds(lambda: step.gradient(chains, batch), step.device))
-            saved = SAVED[kind] * steps * each
-            if saved < 2 * COST[kind]:
-                break
-    mode = "eager" if saved < 2 * COST[kind] else "graph" if kind == "cuda" else "compile"
-    about = (
-        f"{steps:,} steps of {1e3 * each:.3g} ms; compiling takes about {COST[kind]:.0f} s and would save {saved:.0f} s"
-    )
-    return mode, f"engine {mode}: {about}"
+def warmed(f: Callable[[], Any]) -> None:
+    """f called WARM times, on a stream of its own as in a capture."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM):
+            f()
+    torch.cuda.current_stream().wait_stream(side)
 
 
-def _dials(device: torch.device) -> tuple[Tensor, Tensor]:
-    return torch.zeros((), device=device), torch.zeros((), device=device)
-
-
-def _assign(old: Chains, new: Chains) -> None:
-    """Write new states into the old tensors."""
-    pairs = [(old.theta, new.theta)]
-    pairs += [(old.sampler[k], v) for k, v in new.sampler.items()] + [
-        (old.history[k], v) for k, v in new.history.items()
-    ]
-    pairs = [(a, b) for a, b in pairs if a is not b]
-    torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
+def captured(f: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """The work f launches as one graph, not yet run, and where its results will be."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = f()
+    return graph, out

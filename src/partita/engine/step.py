@@ -20,20 +20,26 @@ State = dict[str, Tensor]
 
 @dataclass
 class Chains:
-    """The state of C chains, all of it tensors: θ [C, D], the sampler's and the history's."""
+    """The state of C chains, all of it tensors, which steps write into: θ [C, D], the sampler's and the history's."""
 
     theta: Tensor
     sampler: State
     history: State
 
-    def clone(self) -> Chains:
-        copy = lambda s: {k: v.clone() for k, v in s.items()}
-        return Chains(self.theta.clone(), copy(self.sampler), copy(self.history))
+    def aside(self) -> Chains:
+        """The same states in tensors of their own, but for the history, which a step may leave alone."""
+        return Chains(self.theta.clone(), {k: v.clone() for k, v in self.sampler.items()}, self.history)
+
+    def become(self, theta: Tensor, sampler: State) -> None:
+        self.theta.copy_(theta)
+        for k, v in sampler.items():
+            if v is not self.sampler[k]:
+                self.sampler[k].copy_(v)
 
 
 @dataclass(frozen=True)
 class Step:
-    """θ⁺ = transition(θ, g(θ; batch, masks, past draws)), for all chains at once."""
+    """θ ← transition(θ, g(θ; batch, masks, past draws)), for all chains at once."""
 
     sampler: Sampler
     structure: Bound
@@ -49,21 +55,26 @@ class Step:
 
     def init(self, theta: Tensor) -> Chains:
         scale = self.energies.target.prior_scale()
-        return Chains(theta, self.sampler.init(theta, scale), self.structure.init(theta))
+        return Chains(theta.clone(), self.sampler.init(theta, scale), self.structure.init(theta))
 
-    def __call__(self, chains: Chains, rate: Rate, adapt: Rate, batch: Batch = None) -> tuple[Chains, Gradient]:
-        """The chains after one step (histories are not written here), and the gradient at the state before it. The
-        minibatch is drawn here unless it is given."""
+    def __call__(self, chains: Chains, rate: Rate, adapt: Rate, batch: Batch = None, write: bool = False) -> Gradient:
+        """Moves the chains; the gradient is that at the states before. The minibatch is drawn here unless it is given;
+        `write` shows the new states to the history."""
         batch = self.batches.draw(chains.theta.shape[0]) if batch is None else batch
         if self.augment is not None and batch is not None:
             batch = (self.augment(batch[0]), batch[1])
         grad = self.gradient(chains, batch)
-        theta, sampler = self.sampler.step(chains.theta, grad.g, chains.sampler, rate, self.temperature, adapt)
-        return Chains(theta, sampler, chains.history), grad
+        self.move(chains, grad.g, rate, adapt, write)
+        return grad
 
     def gradient(self, chains: Chains, batch: Batch) -> Gradient:
         likelihood = lambda phi, first: self.energies.likelihood(phi, batch, first)
         return self.structure.gradient(chains.theta, chains.history, likelihood, self.energies.prior, self.chunk)
+
+    def move(self, chains: Chains, g: Tensor, rate: Rate, adapt: Rate, write: bool) -> None:
+        chains.become(*self.sampler.step(chains.theta, g, chains.sampler, rate, self.temperature, adapt))
+        if write:
+            self.remember(chains)
 
     def remember(self, chains: Chains) -> None:
         """Show the present states to the history."""
@@ -74,10 +85,3 @@ class Step:
         """The history holds the present states alone."""
         for k, v in self.structure.init(chains.theta).items():
             chains.history[k].copy_(v)
-
-
-def chunk_size(passes: int, chains: int, bytes_per_pass: int, budget: int) -> tuple[int, int | None]:
-    """How many of a step's compositions go at once, and how many chains (None: all), within a memory budget."""
-    chunk = max(1, min(passes, budget // max(chains * bytes_per_pass, 1)))
-    width = max(1, budget // max(bytes_per_pass, 1))
-    return chunk, None if width >= chains else width

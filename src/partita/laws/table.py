@@ -20,8 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from partita.engine.modes import Eager, Engine
 from partita.engine.step import Chains, Step
 from partita.laws import exact
+from partita.runs.choose import choose_engine
 from partita.runs.setup import prepare, seeded
 from partita.samplers import PSGLD, SGHMC, SGLD, precondition
 from partita.structure import Ensemble, Joint, Reservoir, Structured, Window, masks, partitions
@@ -131,20 +133,27 @@ def target_numbers() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     return L, rng.normal(size=D), np.diag(np.linspace(0.2, 0.5, D)), rng.normal(size=D)
 
 
-def gaussian_target(temperature: float) -> Density:
-    L, mu, prior, mu0 = (torch.tensor(a, dtype=torch.float32) for a in target_numbers())
-    return Density(
-        lambda th: -0.5 * (th - mu) @ (L @ (th - mu)),
-        shapes=SHAPES,
-        log_prior=lambda th: -0.5 * (th - mu0) @ (prior @ (th - mu0)),
-        temperature=temperature,
-    )
+def gaussian_target(temperature: float, device: str = "cpu") -> Density:
+    numbers = [torch.tensor(a, dtype=torch.float32) for a in target_numbers()]
+    on = {kind: [a.to(kind) for a in numbers] for kind in {"cpu", device}}  # a Density is looked at on the CPU
+
+    def log_prob(th: Tensor) -> Tensor:
+        L, mu, _, _ = on[th.device.type]
+        return -0.5 * (th - mu) @ (L @ (th - mu))
+
+    def log_prior(th: Tensor) -> Tensor:
+        _, _, prior, mu0 = on[th.device.type]
+        return -0.5 * (th - mu0) @ (prior @ (th - mu0))
+
+    return Density(log_prob, shapes=SHAPES, log_prior=log_prior, temperature=temperature)
 
 
-def run_cell(cell: Cell, seed: int = 0, chains: int = CHAINS, steps: int = STEPS) -> Result:
+def run_cell(
+    cell: Cell, seed: int = 0, chains: int = CHAINS, steps: int = STEPS, engine: str = "eager", device: str = "cpu"
+) -> Result:
     """Sample the cell, solve it exactly, compare."""
     row = SAMPLERS[cell.sampler]
-    target = gaussian_target(cell.temperature)
+    target = gaussian_target(cell.temperature, device)
     L, mu_lik, prior, mu0 = target_numbers()
     if cell.mask == "Joint":
         structure: Any = Joint()
@@ -156,10 +165,10 @@ def run_cell(cell: Cell, seed: int = 0, chains: int = CHAINS, steps: int = STEPS
         labels = structure.partition.groups(target.space).labels.numpy()
         law = make_law(int(labels.max()) + 1)
     mean = exact.stationary_mean(L, mu_lik, labels, law, prior, mu0)
-    with seeded(seed, "cpu", target) as device:
-        start = torch.tensor(mean, dtype=torch.float32)
+    with seeded(seed, device, target) as dev:
+        start = torch.tensor(mean, dtype=torch.float32, device=dev)
         plan = prepare(
-            target, None, structure, row.sampler, chains=chains, batch_size=None, init=start, device=device, spread=1.0
+            target, None, structure, row.sampler, chains=chains, batch_size=None, init=start, device=dev, spread=1.0
         )
         state = plan.step.init(plan.theta)
         G = None
@@ -178,41 +187,45 @@ def run_cell(cell: Cell, seed: int = 0, chains: int = CHAINS, steps: int = STEPS
         ).cov
         if "rows" in state.history:
             _fill(state, start, cov)
-        first, second = moments(plan.step, state, start, steps)
+        chosen = choose_engine(engine, plan.step, state, steps)
+        assert not chosen.fell_back, chosen.why
+        first, second = moments(plan.step, state, start, steps, run=chosen.engine)
     return compare(str(cell), first, second, cov, ensemble or 1)
 
 
 def _adapted(step: Step, state: Chains) -> tuple[Chains, np.ndarray]:
     """The state after adaptation, with the one preconditioner all chains then share, [D]."""
     for _ in range(ADAPT):
-        state, _ = step(state, step.sampler.schedule(0, 1), 1.0)
+        step(state, step.sampler.schedule(0, 1), 1.0)
     V = state.sampler["V"].mean(0, keepdim=True).expand_as(state.sampler["V"]).clone()
     sampler = {**state.sampler, "V": V}
     G = precondition.matrix(sampler, getattr(step.sampler, "beta", 0.0))[0]
-    return Chains(state.theta, sampler, state.history), G.double().numpy()
+    return Chains(state.theta, sampler, state.history), G.double().cpu().numpy()
 
 
 def _fill(state: Chains, mean: Tensor, cov: np.ndarray) -> None:
     """Fill every row of the history with independent exact draws."""
     rows = state.history["rows"]
-    rows.copy_(mean + torch.randn(rows.shape) @ torch.tensor(np.linalg.cholesky(cov).T, dtype=torch.float32))
+    scale = torch.tensor(np.linalg.cholesky(cov).T, dtype=torch.float32, device=rows.device)
+    rows.copy_(mean + torch.randn_like(rows) @ scale)
     state.history["seen"].fill_(rows.shape[1])
 
 
-def moments(step: Step, state: Chains, mean: Tensor, steps: int, settle: int = SETTLE) -> tuple[Tensor, Tensor]:
+def moments(
+    step: Step, state: Chains, mean: Tensor, steps: int, settle: int = SETTLE, run: Engine | None = None
+) -> tuple[Tensor, Tensor]:
     """Time averages of θ - m [C, D] and its outer product [C, D, D], after the chains have settled."""
     C, D = state.theta.shape
-    first, second = torch.zeros(C, D, dtype=torch.float64), torch.zeros(C, D, D, dtype=torch.float64)
-    rate = step.sampler.schedule(0, 1)
+    first = torch.zeros(C, D, dtype=torch.float64, device=mean.device)
+    second = torch.zeros(C, D, D, dtype=torch.float64, device=mean.device)
+    rate, run, history = step.sampler.schedule(0, 1), run or Eager(step), step.structure.history
     for t in range(1, settle + steps + 1):
-        state, _ = step(state, rate, 0.0)
-        if step.structure.history is not None and t % step.structure.history.every == 0:
-            step.remember(state)
+        run.advance(state, rate, 0.0, write=history is not None and t % history.every == 0)
         if t > settle:
             x = (state.theta - mean).double()
             first += x / steps
             second += x[:, :, None] * x[:, None, :] / steps
-    return first, second
+    return first.cpu(), second.cpu()
 
 
 def compare(name: str, first: Tensor, second: Tensor, cov: np.ndarray, size: int) -> Result:

@@ -6,7 +6,7 @@ import math
 from numbers import Integral, Real
 from typing import Any
 
-from partita.engine.modes import MODES, PRECISIONS
+from partita.runs.choose import MODES, PRECISIONS
 
 
 def whole(value: Any, least: int) -> bool:
@@ -56,3 +56,7 @@ def lengths(steps: Any, burn_in: Any, thin: Any) -> tuple[int, int, int | None]:
     if thin is not None and (not whole(thin, 1) or thin > steps - burn):
         raise ValueError(f"thin is {thin!r}, expected a whole number from 1 to steps - burn_in = {steps - burn:,}")
     return steps, burn, thin
+
+
+def gib(n: int) -> str:
+    return f"{n / 2**30:.3g} GiB"

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from partita.engine.batches import Batches, Loader, NoData, Resident
+from partita.engine.batches import Batches, NoData, Resident
 from partita.runs.checks import whole
+from partita.runs.loader import Loader
 from partita.target.pairs import as_pair, check_lengths, check_values, what
 from partita.target.trees import leaves, map_tree
 

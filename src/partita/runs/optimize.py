@@ -160,7 +160,7 @@ def _heat(step: Step, chains: Chains, sizes: list[float], per: int, steps: int) 
     rate = torch.tensor(sizes).to(chains.theta).repeat_interleave(per)[:, None]
     heat, energy = torch.zeros_like(rate[:, 0]), torch.zeros_like(rate[:, 0])
     for t in range(1, steps + 1):
-        chains, grad = step(chains, rate, 1.0)
+        grad = step(chains, rate, 1.0)
         if history is not None and t % history.every == 0:
             step.remember(chains)
         if t > steps // 2:

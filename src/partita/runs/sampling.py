@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partita.engine.modes import Eager, choose_engine, tf32
+from partita.engine.modes import Eager
 from partita.engine.step import Chains, Step
-from partita.runs.checks import check_choices, check_sampler, check_target, lengths
+from partita.runs.checks import check_choices, check_sampler, check_target, gib, lengths
+from partita.runs.choose import choose_engine
 from partita.runs.errors import DivergenceError
 from partita.runs.monitors import (
     Moment,
@@ -27,6 +28,7 @@ from partita.runs.monitors import (
 from partita.runs.progress import Progress
 from partita.runs.run import Run
 from partita.runs.setup import Plan, available_memory, prepare, seeded
+from partita.runs.torchstate import switched
 from partita.samplers import Sampler
 from partita.structure import Joint, Structure
 from partita.target import Posterior, Target
@@ -81,7 +83,7 @@ def sample(
     check_choices(monitor_every, engine, precision, augment, keep, progress)
     sampler.check(target.temperature, burn_in)
     monitors = as_monitors(monitor, target)
-    with seeded(seed, device, target) as dev, tf32(precision == "tf32"):
+    with seeded(seed, device, target) as dev, switched(precision):
         whole: Structure = Joint() if structure is None else structure
         plan = prepare(
             target,
@@ -163,7 +165,7 @@ class _Loop:
                 before = chains.theta.clone() if self._keeps(t - 1) else None
                 forgets = t == self.plan.forget_at
                 writes = history is not None and t % history.every == 0 and not forgets
-                chains, grad = engine.advance(chains, rate, 1.0 if t <= self.burn_in else 0.0, writes)
+                grad = engine.advance(chains, rate, 1.0 if t <= self.burn_in else 0.0, writes)
                 self.done = t
                 if forgets:
                     self.step.forget(chains)
@@ -264,13 +266,9 @@ def _fit_draws(plan: Plan, after: int, thin: int | None, keep: str) -> tuple[int
     most = min(KEEP, free) if keep == "auto" else free
     if need <= most:
         return chosen, []
-    arithmetic = f"{C} chains x {after // chosen:,} draws x {D:,} parameters = {_gib(need)}"
+    arithmetic = f"{C} chains x {after // chosen:,} draws x {D:,} parameters = {gib(need)}"
     why = "90 % of what is free" if most == free else "keep='all' allows what is free"
     if keep == "all" or row > most:
-        raise ValueError(f"the draws would take {arithmetic}, expected at most {_gib(most)} ({why})")
+        raise ValueError(f"the draws would take {arithmetic}, expected at most {gib(most)} ({why})")
     chosen = after // (most // row + 1) + 1  # the least with after // chosen <= most // row
-    return chosen, [f"thin raised to {chosen}: {arithmetic}, more than {_gib(most)} ({why})"]
-
-
-def _gib(n: int) -> str:
-    return f"{n / 2**30:.3g} GiB"
+    return chosen, [f"thin raised to {chosen}: {arithmetic}, more than {gib(most)} ({why})"]

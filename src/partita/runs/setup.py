@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partita.engine.batches import HEAD, RECALIBRATE, Batches, Loader, NoData
-from partita.engine.chains import bytes_per_pass, choose
-from partita.engine.step import Step, chunk_size
-from partita.runs.checks import check_target, number, whole
+from partita.engine.batches import HEAD, RECALIBRATE, Batches, NoData
+from partita.engine.step import Step
+from partita.runs.checks import check_target, gib, number, whole
+from partita.runs.choose import bytes_per_pass, choose_chains
 from partita.runs.inputs import make_batches
+from partita.runs.loader import Loader
 from partita.samplers import SGLD, Sampler
 from partita.structure import Bound, Structure
 from partita.structure.history import History
@@ -108,12 +109,13 @@ def prepare(
         _check_fit(target, batches)
     pieces = _pieces(bound, batches)
     few = batches.head(min(batches.B, HEAD))
-    energies, reason = choose(target, batches.N, _copies(few, max(2, chains)), how, bound.passes, precision)
+    energies, reason = choose_chains(target, batches.N, _copies(few, max(2, chains)), how, bound.passes, precision)
     notes = [] if reason is None else [f"chains run one after another: vmap cannot follow this module ({reason})"]
     chunk, width = chunk_size(bound.passes, chains, _bytes_per_pass(target, batches), memory)
     energies = replace(energies, width=width, pieces=pieces)
     if bound.history is not None:
-        notes += _check_memory("the history", bound.history.nbytes(chains, target.space.dim), device)
+        where = torch.device("cpu") if bound.history.host else device
+        notes += _check_memory(bound.history, chains, target.space.dim, where)
     if isinstance(target, Posterior) and target.network.batchnorm == "recalibrate":
         batches.inputs(RECALIBRATE)  # a loader looks them up now, so that when it does changes nothing
     step = Step(sampler or SGLD(1.0), bound, batches, energies, target.temperature, chunk, augment)
@@ -209,17 +211,15 @@ def available_memory(device: torch.device) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _check_memory(what: str, need: int, device: torch.device) -> list[str]:
-    free = available_memory(device)
+def _check_memory(history: History, C: int, D: int, device: torch.device) -> list[str]:
+    """What the history's rows take, said before a run; refused when it does not fit."""
+    need, free = history.nbytes(C, D), available_memory(device)
+    if not need:
+        return []
+    arithmetic = f"{C} chains x {D:,} parameters x {need // (C * D):,} bytes of rows = {gib(need)}"
     if need > 0.9 * free:
-        raise ValueError(
-            f"{what} would take {need / 2**30:.1f} GiB on {device}, expected at most 0.9 x {_gib(free)} free"
-        )
-    return [f"{what} takes {need / 2**20:,.0f} MiB"] if need > 2**20 else []
-
-
-def _gib(n: int) -> str:
-    return f"{n / 2**30:.1f} GiB"
+        raise ValueError(f"the history would take {arithmetic} on {device}, expected at most 0.9 x {gib(free)} free")
+    return [f"the history takes {arithmetic} on {device}"] if need > 2**20 else []
 
 
 def _check_fit(target: Target, batches: Batches) -> None:
@@ -252,3 +252,10 @@ def _pieces(structure: Bound, batches: Batches) -> int:
             f"share='split' got batch_size={batches.B} for {structure.passes} compositions a step, expected a multiple"
         )
     return structure.passes
+
+
+def chunk_size(passes: int, chains: int, bytes_per_pass: int, budget: int) -> tuple[int, int | None]:
+    """How many of a step's compositions go at once, and how many chains (None: all), within a memory budget."""
+    chunk = max(1, min(passes, budget // max(chains * bytes_per_pass, 1)))
+    width = max(1, budget // max(bytes_per_pass, 1))
+    return chunk, None if width >= chains else width

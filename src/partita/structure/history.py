@@ -7,7 +7,8 @@
 Shapes: C chains, R rows, D coordinates, k compositions, M groups; θ [C, D], rows [C, R, D], θ̃ [C, k, D]. Histories keep
 their state in a dict of tensors, so that a store can save it and a graph can hold it. A history keeps every `every`-th
 state; the first row is θ⁰ (with `burn_in="drop"` the state in the middle of burn-in: what came before is dropped there, so
-that the first kept draw finds a filled history), and `warm_up` joint steps fill it first.
+that the first kept draw finds a filled history), and `warm_up` joint steps fill it first. With `host=True` the rows of
+chains on a GPU lie in pinned host memory, which the GPU reads over the bus: slower, for rows that do not fit its own.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ class History(Protocol):
 
     @property
     def drops_burn_in(self) -> bool: ...
+
+    @property
+    def host(self) -> bool:
+        """Its rows lie in the host's memory even when the chains are on a GPU."""
 
     def ensembles(self, C: int) -> int:
         """How many independent units C chains make."""
@@ -63,6 +68,7 @@ class _Rows:
     burn_in: str = "keep"
     warm_up: int = 0
     dtype: str = "float32"
+    host: bool = False
 
     def __post_init__(self) -> None:
         who = type(self).__name__
@@ -72,6 +78,8 @@ class _Rows:
             raise ValueError(f"{who} got burn_in={self.burn_in!r}, expected 'keep' or 'drop'")
         if self.dtype not in DTYPES:
             raise ValueError(f"{who} got dtype={self.dtype!r}, expected one of {sorted(DTYPES)}")
+        if not isinstance(self.host, bool):
+            raise ValueError(f"{who} got host={self.host!r}, expected True or False")
 
     @property
     def drops_burn_in(self) -> bool:
@@ -84,7 +92,11 @@ class _Rows:
         return C * self.R * D * DTYPES[self.dtype].itemsize
 
     def init(self, theta: Tensor) -> State:
-        rows = torch.zeros(theta.shape[0], self.R, theta.shape[1], dtype=DTYPES[self.dtype], device=theta.device)
+        shape, dtype = (theta.shape[0], self.R, theta.shape[1]), DTYPES[self.dtype]
+        if self.host and theta.is_cuda:
+            rows = _pinned(shape, dtype, theta.device)
+        else:
+            rows = torch.zeros(shape, dtype=dtype, device=theta.device)
         rows[:, 0] = theta.to(rows.dtype)
         return {"rows": rows, "seen": torch.ones((), dtype=torch.long, device=theta.device)}
 
@@ -148,6 +160,7 @@ class Ensemble:
     warm_up: int = 0
     every: int = field(default=1, init=False)
     drops_burn_in: bool = field(default=False, init=False)
+    host: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if self.size is not None and not _whole(self.size, 2):
@@ -180,6 +193,20 @@ class Ensemble:
         size = C // E
         row = (torch.rand(E, size * k, M, device=theta.device) * size).long().clamp(max=size - 1)
         return theta.reshape(E, size, D).gather(1, row[:, :, labels]).view(C, k, D)
+
+
+def _pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros in pinned host memory as a tensor of the device: with unified addressing its kernels reach them by the same
+    pointer, inside CUDA graphs too."""
+    held = torch.zeros(shape, dtype=dtype, pin_memory=True)
+    kind = {2: "<i2", 4: "<i4", 8: "<i8"}[dtype.itemsize]  # bits alone: this interface knows no bfloat16
+
+    class Shared:
+        memory = held  # the tensor made of it keeps it alive
+        __cuda_array_interface__ = {"shape": shape, "typestr": kind, "data": (held.data_ptr(), False), "version": 3}  # noqa: RUF012
+
+    with torch.cuda.device(device):
+        return torch.as_tensor(Shared(), device=device).view(dtype)
 
 
 def _whole(value: object, least: int) -> bool:

@@ -1,0 +1,91 @@
+"""Partita's side: the engine's own step, without the loop around it, and one whole `sample`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partita.bench.timing import Advance
+from partita.runs.choose import choose_engine
+from partita.runs.sampling import sample
+from partita.runs.setup import prepare
+from partita.runs.torchstate import switched
+from partita.samplers import Sampler
+from partita.structure import Structure
+from partita.target import Categorical, Normal, Posterior
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A network and data to sample it on, B rows a step."""
+
+    network: nn.Module
+    data: tuple[Tensor, Tensor]
+    B: int
+    device: torch.device
+
+    @property
+    def posterior(self) -> Posterior:
+        return Posterior(self.network, Categorical(), Normal(1.0))
+
+
+def engine(
+    at: Setting, sampler: Sampler, structure: Structure, chains: int, mode: str, precision: str = "float32"
+) -> Advance:
+    """advance() of the engine in this mode, which must not fall back."""
+    with switched(precision):
+        plan = prepare(
+            at.posterior,
+            at.data,
+            structure,
+            sampler,
+            chains=chains,
+            batch_size=at.B,
+            init="module",
+            device=at.device,
+            burn_in=100,
+            memory=4 * 2**30,
+            precision="bf16" if precision == "bf16" else "float32",
+        )
+        states = plan.step.init(plan.theta)
+        choice = choose_engine(mode, plan.step, states, 10_000)
+    if choice.fell_back:
+        raise RuntimeError(choice.why)
+    history, t = plan.step.structure.history, 0
+
+    def advance(steps: int) -> None:
+        nonlocal t
+        with switched(precision):
+            for _ in range(steps):
+                t += 1
+                choice.engine.advance(states, EPS, 0.0, history is not None and t % history.every == 0)
+            if at.device.type == "cuda":
+                torch.cuda.synchronize()
+
+    advance(2 * (history.every if history is not None else 1) + 2)  # a graph of each kind is there
+    return advance
+
+
+def whole(at: Setting, steps: int, **settings: Any) -> Advance:
+    """The loop of `pt.sample` around the same engine: what is kept, checked and watched included."""
+
+    def advance(_: int) -> float:
+        run = sample(
+            at.posterior,
+            at.data,
+            steps=steps,
+            burn_in=steps // 2,
+            batch_size=at.B,
+            init="module",
+            device=at.device,
+            progress=False,
+            **settings,
+        )
+        return float(run.settings["seconds"])
+
+    return advance

@@ -1,0 +1,70 @@
+"""`partita bench`: the jobs, their table, and the file beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from partita.bench.jobs import groups
+from partita.bench.timing import Row, Runner, as_json, machine, measure
+
+HEAD = ("job", "method", "chains", "who", "ms a step", "spread", "chain-steps/s", "to the first", "set-up")
+
+
+def bench(
+    device: str, threads: int, only: str | None = None, blocks: int = 7, out: Path | None = None
+) -> Iterator[list[list[str]]]:
+    """Each job's rows as they come, and as cells; the file is written anew after every job."""
+    torch.set_num_threads(threads)
+    where, rows = machine(torch.get_num_threads()), list[Row]()
+    for number, group in enumerate(groups(device)):
+        found = measure(_wanted(group, only), blocks)
+        for r in found:
+            r.group = number
+        rows += found
+        if found:
+            yield cells(found)
+            if out is not None:
+                out.write_text(json.dumps(as_json(where, rows), indent=1) + "\n", "utf-8")
+
+
+def _wanted(group: list[Runner], only: str | None) -> list[Runner]:
+    name = lambda r: f"{r.job} | {r.method} | {r.chains} | {r.who}"
+    return [r for r in group if only is None or re.search(only, name(r))]
+
+
+def cells(rows: list[Row]) -> list[list[str]]:
+    """One job's rows as text. The ratio is of chain-steps a second, this row's to the first row's."""
+    return [_cells(r, rows[0]) for r in rows]
+
+
+def _cells(r: Row, first: Row) -> list[str]:
+    said = [r.job, r.method, str(r.chains), r.who]
+    if not r.ms:
+        return [*said, r.failed, "", "", "", ""]
+    ratio = f"{r.rate / first.rate:.2f}" if first.ms else ""
+    spread = f"{min(r.ms):.3g} to {max(r.ms):.3g}"
+    return [*said, f"{r.median:.3g}", spread, f"{r.rate:,.0f}", ratio, f"{r.setup_s:.1f} s"]
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The file's content as a table with its machine."""
+    m = found["machine"]
+    versions = ", ".join(f"{k} {v}" for k, v in m["versions"].items())
+    lines = [
+        f"{m['gpu'] or m['cpu']}; {m['cores']} cores, {m['threads']} threads; {m['date']}; {versions}",
+        "",
+        "| " + " | ".join(HEAD) + " |",
+        "|" + "---|" * len(HEAD),
+    ]
+    rows = [Row(**r) for r in found["rows"]]
+    first: Row | None = None
+    for r in rows:
+        first = r if first is None or r.group != first.group else first
+        lines.append("| " + " | ".join(_cells(r, first)) + " |")
+    return "\n".join(lines)
