@@ -126,13 +126,17 @@ def test_a_gaussian_has_its_law():
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_graphs_repeat_bit_for_bit_and_equal_compiled_code(name):
-    a, b, c = (digits_run(STRUCTURES[name], engine=e, steps=40, thin=1) for e in ("graph", "graph", "compile"))
-    assert a.settings["engine"] == "graph", a.settings["engine_why"]
-    assert c.settings["engine"] == "compile", c.settings["engine_why"]
-    assert torch.equal(a.samples, b.samples)
-    assert (a.samples - c.samples).abs().max() < 1e-3  # the same random numbers, other kernels
-    assert not torch.equal(a.samples, digits_run(STRUCTURES[name], engine="graph", steps=40, thin=1, seed=1).samples)
+def test_graphs_repeat_bit_for_bit_and_equal_compiled_and_eager_code(name):
+    runs = [digits_run(STRUCTURES[name], engine=e, steps=24, thin=1) for e in ("graph", "graph", "compile", "eager")]
+    graph, again, compiled, eager = runs
+    assert [r.settings["engine"] for r in runs] == ["graph", "graph", "compile", "eager"], graph.settings["engine_why"]
+    assert torch.equal(graph.samples, again.samples)
+    # all draw the same random numbers; sums of rounded terms grow apart by some 2^-24 an operation
+    assert (graph.samples - compiled.samples).abs().max() < 1e-3
+    assert (graph.samples - eager.samples).abs().max() < 1e-3
+    assert (
+        graph.samples - digits_run(STRUCTURES[name], engine="graph", steps=24, thin=1, seed=1).samples
+    ).abs().max() > 0.01
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from partita.target import Batch, Target
+from partita.target.packing import Packing
 from partita.target.trees import map_tree
 
 STREAMS = 16  # passes side by side
@@ -30,6 +31,7 @@ class Energies:
     width      so many chains go at a time under vmap (None: all)
     pieces     the K compositions of a step share the minibatch out, B/K rows each (1: each sees all of it)
     precision  "bf16" runs the network in bfloat16; θ, energies and gradients stay float32
+    packed     the target in an order that suits its kernels, used where passes go one by one
     """
 
     target: Target
@@ -38,11 +40,13 @@ class Energies:
     width: int | None = None
     pieces: int = 1
     precision: str = "float32"
+    packed: tuple[Target, Packing] | None = None
 
     def likelihood(self, phi: Tensor, batch: Batch, first: int = 0) -> tuple[Tensor, Tensor]:
         """φ [C, k, D], of which the step's composition number `first` is the first -> U_lik [C, k], ∇U_lik [C, k, D]."""
         if self.pieces > 1:
-            batch = map_tree(lambda t: _piece(t, self.pieces)[:, first : first + phi.shape[1]], batch)
+            mine = slice(first, first + phi.shape[1])  # [C, B, ...] -> [C, k, B/pieces, ...]
+            batch = map_tree(lambda t: t.unflatten(1, (self.pieces, -1))[:, mine], batch)
         if phi.shape[:2] == (1, 1):  # plain matrix products are faster than batches of one
             u, du = self.value_and_gradient(phi[0, 0], pick(pick(batch, 0), 0) if self.pieces > 1 else pick(batch, 0))
             return u.view(1, 1), du.view(1, 1, -1)
@@ -65,12 +69,13 @@ class Energies:
                 return torch.stack([self._u(theta[c], pick(batch, c)) for c in range(len(theta))])
             return vmap(self._u, in_dims=(0, 0 if batch is not None else None), chunk_size=self.width)(theta, batch)
 
-    def _u(self, theta: Tensor, batch: Batch) -> Tensor:
+    def _u(self, theta: Tensor, batch: Batch, target: Target | None = None) -> Tensor:
         """θ [D] -> U_lik."""
+        target = target or self.target
         if self.precision == "float32":
-            return self.target.likelihood_energy(theta, batch, self.n)
+            return target.likelihood_energy(theta, batch, self.n)
         with torch.autocast(theta.device.type, torch.bfloat16, cache_enabled=False):
-            return self.target.likelihood_energy(theta, batch, self.n).to(theta.dtype)
+            return target.likelihood_energy(theta, batch, self.n).to(theta.dtype)
 
     def _vmap(self, phi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         C, k, D = phi.shape
@@ -97,7 +102,11 @@ class Energies:
 
     def value_and_gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """θ [D] -> U_lik, ∇U_lik [D]. Modules that write into their parameters (max_norm) write into a copy."""
-        return _gradients(lambda f: f, lambda t, b: self._u(t * 1, b), theta, batch)
+        if self.packed is None:
+            return _gradients(lambda f: f, lambda t, b: self._u(t * 1, b), theta, batch)
+        twin, packing = self.packed
+        u, dpsi = _gradients(lambda f: f, lambda t, b: self._u(t * 1, b, twin), theta[packing.order], batch)
+        return u, dpsi[packing.back]
 
 
 def _gradients(over: Over, f: Callable[..., Tensor], theta: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -128,11 +137,6 @@ def _side_by_side(device: torch.device, passes: int) -> Iterator[Callable[[int],
     yield lambda i: torch.cuda.stream(streams[i % len(streams)])
     for s in streams:
         here.wait_stream(s)
-
-
-def _piece(t: Tensor, pieces: int) -> Tensor:
-    """[C, B, ...] -> [C, pieces, B/pieces, ...]."""
-    return t.unflatten(1, (pieces, -1))
 
 
 def part(batch: Batch, start: int, count: int) -> Batch:

@@ -5,8 +5,8 @@
 All three run the same `Step`. Compiled: where all passes go at once the whole step is one compiled function, else its
 parts are (the passes of the loop share one), and Python calls them in turn. A graph is that work captured and replayed.
 
-On the CPU compiled code draws torch's own random numbers, so that it equals eager code up to rounding; on CUDA it draws
-its own, from torch's generator, so that the state of that generator is still the whole random state.
+Compiled code draws torch's own random numbers, so that it equals eager code up to rounding, and the state of torch's
+generators is the whole random state. (Inductor's own are slower: on the CPU 2.2 ms against 0.8 ms a step.)
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ Engine = Eager | Compiled | Graph
 def compiled(step: Step, chains: int) -> Run:
     """The step as compiled code."""
     cpu = step.device.type == "cpu"
-    # torch's own random numbers on the CPU: inductor's are not vectorised there
-    options: dict[str, Any] = {"fallback_random": cpu}
+    # combo kernels: one launch for many small tensors, of which a network's gradient is made
+    options: dict[str, Any] = {"fallback_random": True, "combo_kernels": not cpu}
     if chains * step.structure.passes == 1 or (
         step.energies.how == "vmap" and step.structure.passes <= WHOLE * step.chunk
     ):

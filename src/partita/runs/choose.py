@@ -87,7 +87,9 @@ def choose_chains(
 ) -> tuple[Energies, str | None]:
     """Probe gradient and forward with two copies, nested if a step has several passes; the reason when only the loop
     works. Where the network has convolutions, under which vmap can be slow, both are timed. `batch` has a chain axis."""
-    loop = Energies(target, n, "loop", precision=precision)
+    half = torch.bfloat16 if precision == "bf16" else None
+    packed = target.packed(half) if target.space.values.is_cuda else None
+    loop = Energies(target, n, "loop", precision=precision, packed=packed)
     theta = target.space.values.expand(2, -1).contiguous()
     theta = theta + 1e-3 * torch.linspace(-1, 1, theta.shape[1]).to(theta)
     try:

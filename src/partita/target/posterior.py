@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from partita.target.functional import Forward, FunctionalModule
 from partita.target.likelihoods import FromFunction, as_likelihood, check_per_datum
+from partita.target.packing import Packing
 from partita.target.priors import BoundPrior, Normal, Prior
 from partita.target.space import LIKELIHOOD, ParameterSpace
 from partita.target.trees import leaves, short
@@ -48,6 +49,9 @@ class Target(Protocol):
 
     def to(self, device: torch.device) -> Target:
         """Everything fixed on that device."""
+
+    def packed(self, half: torch.dtype | None) -> tuple[Target, Packing] | None:
+        """A twin whose U_lik takes ψ = θ[order], if there is one (target/packing.py)."""
 
 
 class Posterior:
@@ -86,6 +90,7 @@ class Posterior:
         weights = ParameterSpace.of_module(model, random)
         own = {LIKELIHOOD + k: v for k, v in self.likelihood.parameters().items()}
         self.space, self._own = weights.extend(own), tuple(own)
+        self._tree: Callable[[Tensor], dict[str, Tensor]] = self.space.tree
         self._weights_dim = weights.dim
         self._bound: BoundPrior = self.prior.bind(weights)
         self.network = FunctionalModule(model, forward, batchnorm)
@@ -99,7 +104,7 @@ class Posterior:
     # -- energy ------------------------------------------------------------------------------------------------------
     def split(self, theta: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """θ [D] -> the module's tensors, the likelihood's own."""
-        tree = self.space.tree(theta)
+        tree = self._tree(theta)
         own = {k.removeprefix(LIKELIHOOD): tree.pop(k) for k in self._own}
         return tree, own
 
@@ -196,8 +201,14 @@ class Posterior:
         twin = copy.copy(self)
         twin.network = self.network.moved(device)
         twin.space = ParameterSpace(self.space.blocks, self.space.values.to(device))
+        twin._tree = twin.space.tree
         twin._bound = self._bound.to(device)
         return twin
+
+    def packed(self, half: torch.dtype | None) -> tuple[Posterior, Packing]:
+        twin, packing = copy.copy(self), Packing.of(self.space, half)
+        twin._tree = packing.tree
+        return twin, packing
 
     def __repr__(self) -> str:
         return (
@@ -265,6 +276,9 @@ class Density:
         twin = copy.copy(self)
         twin.space = ParameterSpace(self.space.blocks, self.space.values.to(device))
         return twin
+
+    def packed(self, half: torch.dtype | None) -> None:
+        return None
 
     def __repr__(self) -> str:
         return f"Density(D={self.space.dim}, temperature={self.temperature:g})"
