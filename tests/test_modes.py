@@ -106,6 +106,28 @@ def test_compiled_equals_eager_with_the_same_random_numbers(name):
         assert float((x - y).abs().max()) <= TOLERANCE * float(x.abs().max())
 
 
+@pytest.mark.parametrize("how", ["vmap", "loop"])
+def test_a_compiled_step_that_writes_is_a_step_and_a_write(how):
+    """As graphs run them: in turn with steps that do not write, and the write inside the compiled code."""
+    target, ends = posterior(), []
+    for inside in (False, True):
+        with seeded(3, "cpu", target):
+            step, chains = ready(pt.Structured(pt.partitions.by_layer(), history=pt.Window(8, every=3)), how=how)
+            engine = choose_engine("compile", step, chains, 50).engine
+            engine.dial(EPS, 0.0)
+            for t in range(1, 25):
+                write = t % 3 == 0
+                engine.runs[inside and write](chains, engine.rate, engine.adapt, engine.batch(chains))
+                if write and not inside:
+                    step.remember(chains)
+            ends.append(chains)
+    a, b = ends
+    assert int(a.history["seen"]) == int(b.history["seen"]) == 9
+    assert close(b.history["rows"], a.history["rows"])
+    assert close(b.theta, a.theta)
+    assert float((a.history["rows"][:, 1] - a.history["rows"][:, 2]).abs().max()) > 1e-4  # rows that did move
+
+
 def test_random_state_goes_round_in_compiled_and_eager_mode():
     target = posterior()
     with seeded(0, "cpu", target):

@@ -88,6 +88,9 @@ def bench(
     only: Annotated[str, typer.Option(help="Only rows that match this: 'MLP .* SGLD', '8 .* graph', …")] = "",
     blocks: Annotated[int, typer.Option(min=3, help="Blocks of steps each row is timed for.")] = 7,
     out: Annotated[Path | None, typer.Option(help="Write the rows to this JSON file.")] = None,
+    turns: Annotated[
+        Path | None, typer.Option(help="A file: processes that share it compile together, time in turn.")
+    ] = None,
 ) -> None:
     """Time the engine beside other libraries on the same jobs (pip install 'partita[bench]' for those)."""
     from partita.bench.table import HEAD, bench
@@ -101,7 +104,7 @@ def bench(
         raise typer.Exit(2) from None
     began, seen = time.perf_counter(), 0
     with console.status("") as status:
-        for rows in bench(where.type, threads or os.cpu_count() or 1, only, blocks, out):
+        for rows in bench(where.type, threads or os.cpu_count() or 1, only, blocks, out, turns):
             seen += len(rows)
             table = Table(*HEAD, box=None, pad_edge=False)
             for r in rows:

@@ -17,13 +17,18 @@ HEAD = ("job", "method", "chains", "who", "ms a step", "spread", "chain-steps/s"
 
 
 def bench(
-    device: str, threads: int, only: str | None = None, blocks: int = 7, out: Path | None = None
+    device: str,
+    threads: int,
+    only: str | None = None,
+    blocks: int = 7,
+    out: Path | None = None,
+    turns: Path | None = None,
 ) -> Iterator[list[list[str]]]:
     """Each job's rows as they come, and as cells; the file is written anew after every job."""
     torch.set_num_threads(threads)
     where, rows = machine(torch.get_num_threads()), list[Row]()
     for number, group in enumerate(groups(device)):
-        found = measure(_wanted(group, only), blocks)
+        found = measure(_wanted(group, only), blocks, turns=turns)
         for r in found:
             r.group = number
         rows += found
@@ -33,8 +38,11 @@ def bench(
                 out.write_text(json.dumps(as_json(where, rows), indent=1) + "\n", "utf-8")
 
 
+def name(r: Runner | Row) -> str:
+    return f"{r.job} | {r.method} | {r.chains} | {r.who}"
+
+
 def _wanted(group: list[Runner], only: str | None) -> list[Runner]:
-    name = lambda r: f"{r.job} | {r.method} | {r.chains} | {r.who}"
     return [r for r in group if only is None or re.search(only, name(r))]
 
 

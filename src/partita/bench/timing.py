@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,35 +55,55 @@ class Row:
         return 1e3 * self.chains / self.median
 
 
-def measure(runners: list[Runner], blocks: int = 7, block_s: float = 0.25, limit_s: float = 20.0) -> list[Row]:
+def measure(
+    runners: list[Runner], blocks: int = 7, block_s: float = 0.25, limit_s: float = 20.0, turns: Path | None = None
+) -> list[Row]:
     """The runners of one job in turn, `blocks` times: a block is about `block_s` seconds of steps. Fewer than `blocks`,
-    but at least 3, where they would take over `limit_s`."""
+    but at least 3, where they would take over `limit_s`. Processes that share the file `turns` compile side by side, and
+    time their blocks one process at a time once all of them have compiled."""
     rows, ready = [], []
     for r in runners:
         row = Row(r.job, r.method, r.chains, r.who)
         rows.append(row)
         began = time.perf_counter()
         try:
-            advance = r.make()
-            each = _time(advance, r.unit)
+            with _turn(turns, alone=False):
+                advance = r.make()
+                each = _time(advance, r.unit)
         except Exception as e:
             said = str(e).strip().splitlines() or [""]
             row.failed = f"{type(e).__name__}: {said[0][:160]}"
             continue
         row.setup_s = time.perf_counter() - began
-        for share in (0.1, 0.5, 1.0):  # the first steps are slow ones
-            row.steps = r.unit * max(1, int(share * block_s / each / r.unit))
-            each = _time(advance, row.steps) if each * row.steps < 2 * block_s else each
-        ready.append((row, advance))
+        ready.append((r, row, advance, each))
+    for r, row, advance, each in ready:
+        with _turn(turns):
+            for share in (0.1, 0.5, 1.0):  # the first steps are slow ones
+                row.steps = r.unit * max(1, int(share * block_s / each / r.unit))
+                each = _time(advance, row.steps) if each * row.steps < 2 * block_s else each
     spent = 0.0
     for n in range(blocks):
         if n >= 3 and spent > limit_s:
             break
-        for row, advance in ready:
-            each = _time(advance, row.steps)
+        for _, row, advance, _ in ready:
+            with _turn(turns):
+                each = _time(advance, row.steps)
             row.ms.append(1e3 * each)
             spent += each * row.steps
     return rows
+
+
+@contextlib.contextmanager
+def _turn(turns: Path | None, alone: bool = True) -> Iterator[None]:
+    """Alone among the processes that share the file, or with those that are not to be alone."""
+    if turns is None:
+        yield
+        return
+    import fcntl  # not on Windows
+
+    with turns.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
 
 
 def _time(advance: Advance, steps: int) -> float:

@@ -26,9 +26,8 @@ from partita.target import Batch
 from partita.target.trees import map_tree, zip_trees
 
 WHOLE = 4  # so many chunks are unrolled into one compiled step
-WARM = 3  # calls until libraries have chosen and loaded their kernels
 
-Run = Callable[[Chains, Tensor, Tensor, Batch, bool], Gradient]
+Run = Callable[[Chains, Tensor, Tensor, Batch], Gradient]
 
 
 class Eager:
@@ -45,7 +44,7 @@ class Compiled:
     name = "compile"
 
     def __init__(self, step: Step, chains: int):
-        self.run = compiled(step, chains)
+        self.runs = compiled(step, chains)
         self.batches: Batches = step.batches
         self.remember = step.remember
         # tensors, so that nothing is compiled or captured anew when they change
@@ -54,8 +53,8 @@ class Compiled:
 
     def advance(self, chains: Chains, rate: float, adapt: float, write: bool) -> Gradient:
         self.dial(rate, adapt)
-        grad = self.run(chains, self.rate, self.adapt, self.batch(chains), False)
-        if write:  # not compiled, since that would be a second compilation of the whole step
+        grad = self.runs[False](chains, self.rate, self.adapt, self.batch(chains))
+        if write:  # eagerly: runs[True] would be a second compilation, for a microsecond
             self.remember(chains)
         return grad
 
@@ -71,7 +70,7 @@ class Compiled:
     def probe(self, chains: Chains) -> Gradient:
         """A step of rate 0 from here that leaves the chains and the batches' order as they are."""
         batch = None if self.batches.inside else self.batches.look(chains.theta.shape[0])
-        return self.run(chains.aside(), torch.zeros_like(self.rate), torch.zeros_like(self.adapt), batch, False)
+        return self.runs[False](chains.aside(), torch.zeros_like(self.rate), torch.zeros_like(self.adapt), batch)
 
 
 class Graph(Compiled):
@@ -94,7 +93,7 @@ class Graph(Compiled):
         if not self.batches.inside:
             self._fill(self.batch(chains))
         if write not in self.graphs:
-            step = lambda: self.run(chains, self.rate, self.adapt, self.held, write)
+            step = lambda: self.runs[write](chains, self.rate, self.adapt, self.held)
             if write not in self.warm:
                 self.warm.add(write)
                 return step()
@@ -113,24 +112,27 @@ class Graph(Compiled):
 Engine = Eager | Compiled | Graph
 
 
-def compiled(step: Step, chains: int) -> Run:
-    """The step as compiled code."""
-    cpu = step.device.type == "cpu"
-    # combo kernels: one launch for many small tensors, of which a network's gradient is made
-    options: dict[str, Any] = {"fallback_random": True, "combo_kernels": not cpu}
-    if chains * step.structure.passes == 1 or (
-        step.energies.how == "vmap" and step.structure.passes <= WHOLE * step.chunk
-    ):
+def compiled(step: Step, chains: int) -> dict[bool, Run]:
+    """The step as compiled code (compiled when first called), by whether it writes the history."""
+    cpu, passes = step.device.type == "cpu", chains * step.structure.passes
+    options: dict[str, Any] = {"fallback_random": True}
+    # one launch for many small tensors, of which the gradient of one pass is made
+    one = {**options, "combo_kernels": not cpu}
+    run = lambda step, write: lambda chains, rate, adapt, batch: step(chains, rate, adapt, batch, write)
+    if passes == 1 or (step.energies.how == "vmap" and step.structure.passes <= WHOLE * step.chunk):
         # its inputs never change but in value, and checks of that are a tenth of a small network's step
         unchecked = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False}
-        return _compile(step.__call__, {**options, **unchecked, "alignment_asserts": False, "cpp_wrapper": cpu})
+        whole = {**(one if passes == 1 else options), **unchecked, "alignment_asserts": False, "cpp_wrapper": cpu}
+        return {write: _compile(run(step, write), whole) for write in (False, True)}
     parts = lambda whole, *names: _with(whole, **{n: _compile(getattr(whole, n), options) for n in names})
-    return replace(
-        parts(step, "move"),
+    gradient = _compile(step.energies.value_and_gradient, one)
+    twin = replace(
+        step,
         batches=parts(step.batches, "draw") if step.batches.inside else step.batches,
         structure=parts(step.structure, "masks", "compose", "masked"),
-        energies=parts(step.energies, "value_and_gradient", "prior"),
-    ).__call__
+        energies=_with(parts(step.energies, "prior"), value_and_gradient=gradient),
+    )
+    return {write: run(parts(twin, "move"), write) for write in (False, True)}
 
 
 def _compile(f: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
@@ -149,18 +151,15 @@ def _with(whole: Any, **methods: Any) -> Any:
     return twin
 
 
-def warmed(f: Callable[[], Any]) -> None:
-    """f called WARM times, on a stream of its own as in a capture."""
+def captured(f: Callable[[], Any], warm: int = 0) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """The work f launches as one graph, not yet run, and where its results will be; before that f is called `warm` times,
+    on a stream of its own as in a capture, until libraries have loaded and chosen their kernels."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(WARM):
+        for _ in range(warm):
             f()
     torch.cuda.current_stream().wait_stream(side)
-
-
-def captured(f: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """The work f launches as one graph, not yet run, and where its results will be."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = f()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.engine.chains import Energies, part
-from partita.engine.modes import Compiled, Eager, Engine, Graph, captured, warmed
+from partita.engine.modes import Compiled, Eager, Engine, Graph, captured
 from partita.engine.step import Chains, Step
 from partita.runs.torchstate import seconds, unchanged
 from partita.target import Batch, Posterior, Target
@@ -132,9 +132,7 @@ def _loses(fast: Energies, loop: Energies, theta: Tensor, batch: Batch) -> bool:
     phi = theta[:1].expand(C, -1).unsqueeze(1).contiguous()
     runs: list[Callable[[], Any]] = [partial(e.likelihood, phi, batch) for e in (fast, loop)]
     if theta.device.type == "cuda":
-        for f in runs:
-            warmed(f)
-        runs = [captured(f)[0].replay for f in runs]
+        runs = [captured(f, warm=3)[0].replay for f in runs]
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(3):
         for f, took in zip(runs, times):
