@@ -238,7 +238,7 @@ def test_auto_weighs_the_length_of_the_run_and_records_why(monkeypatch):
         assert isinstance(short.engine, Eager)
         assert short.why.startswith("engine eager: 100 steps of ")
         assert not short.fell_back
-        monkeypatch.setattr(choose, "Compiled", lambda step, chains: Eager(step))
+        monkeypatch.setattr(choose, "Compiled", lambda step, *_: Eager(step))
         monkeypatch.setattr(Eager, "probe", lambda self, chains: step(chains.aside(), 0.0, 0.0), raising=False)
         long = choose_engine("auto", step, chains, 10**9)
         assert long.why.startswith("engine compile: 1,000,000,000 steps of ")
@@ -250,7 +250,7 @@ def test_auto_weighs_the_length_of_the_run_and_records_why(monkeypatch):
 
 
 def test_a_wrong_compiled_gradient_is_not_used(monkeypatch):
-    monkeypatch.setattr(Compiled, "__init__", lambda self, step, chains: Eager.__init__(self, step))
+    monkeypatch.setattr(Compiled, "__init__", lambda self, step, *_: Eager.__init__(self, step))
     monkeypatch.setattr(Compiled, "probe", lambda self, chains: _scaled(self.step(chains.aside(), 0.0, 0.0), 1.2))
     target = posterior()
     with seeded(0, "cpu", target):

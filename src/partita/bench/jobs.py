@@ -82,7 +82,7 @@ def _mlp(device: str) -> Iterator[list[Runner]]:
         if gpu:
             group += [ours("S_d-pSGLD K=1", psgld, s_d(), chains, precision=p) for p in ("tf32", "bf16")]
             group += [
-                Runner(job, "S_d-pSGLD K=1", chains, f"JAX scan {p}", partial(jax_scan, at, chains, p), SCAN)
+                Runner(job, "S_d-pSGLD K=1", chains, f"JAX scan {p}", partial(jax_scan, at, chains, p), SCAN, True)
                 for p in ("float32", "bf16")
             ]
         if chains == 1:
@@ -128,7 +128,8 @@ def _resnet(device: str, job: str, norm: str, at: Setting) -> Iterator[list[Runn
 
     def ours(method: str, structure: Structure, chains: int, mode: str = fast, precision: str = quick) -> Runner:
         who = f"partita {mode}" + ("" if precision == "float32" else f" {precision}")
-        return Runner(job, method, chains, who, partial(engine, at, psgld, structure, chains, mode, precision))
+        how = "streams" if gpu and chains > 1 else "auto"
+        return Runner(job, method, chains, who, partial(engine, at, psgld, structure, chains, mode, precision, how))
 
     one = "S_d-pSGLD K=1"
     loops = [("float32", "plain")] + ([("bf16", "channels_last")] if gpu else [])
@@ -145,7 +146,9 @@ def _resnet(device: str, job: str, norm: str, at: Setting) -> Iterator[list[Runn
     ]
     if gpu:
         group += [ours("pSGLD", Joint(), 1)]
-        group += [Runner(job, one, 1, f"JAX scan {p}", partial(jax_scan, at, 1, p), SCAN) for p in ("float32", "bf16")]
+        group += [
+            Runner(job, one, 1, f"JAX scan {p}", partial(jax_scan, at, 1, p), SCAN, True) for p in ("float32", "bf16")
+        ]
         group += [ours(one, s_d(), 8), ours("S_d-pSGLD K=2", s_d(2), 1), ours("S_d-pSGLD K=4", s_d(4), 1)]
         group += [ours("S_d-pSGLD K=4 split", s_d(4, "split"), 1)]
     elif "128" in job:

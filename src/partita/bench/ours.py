@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.bench.timing import Advance
+from partita.engine.modes import Graph
 from partita.runs.choose import choose_engine
 from partita.runs.sampling import sample
 from partita.runs.setup import prepare
@@ -35,9 +36,16 @@ class Setting:
 
 
 def engine(
-    at: Setting, sampler: Sampler, structure: Structure, chains: int, mode: str, precision: str = "float32"
+    at: Setting,
+    sampler: Sampler,
+    structure: Structure,
+    chains: int,
+    mode: str,
+    precision: str = "float32",
+    how: str = "auto",
 ) -> Advance:
     """advance() of the engine in this mode, which must not fall back."""
+    cudnn = torch.backends.cudnn
     with switched(precision):
         plan = prepare(
             at.posterior,
@@ -49,11 +57,17 @@ def engine(
             init="module",
             device=at.device,
             burn_in=100,
-            memory=4 * 2**30,
+            how=how,
             precision="bf16" if precision == "bf16" else "float32",
         )
         states = plan.step.init(plan.theta)
+        cudnn.allow_tf32 = not cudnn.allow_tf32  # what cuDNN chooses here, perhaps beside others, is chosen again below
         choice = choose_engine(mode, plan.step, states, 10_000)
+        if not choice.fell_back:
+            for write in (False, True):  # both kinds of step are compiled
+                choice.engine.advance(states, EPS, 0.0, write and plan.step.structure.history is not None)
+    if isinstance(choice.engine, Graph):
+        choice.engine.warm.clear()
     if choice.fell_back:
         raise RuntimeError(choice.why)
     history, t = plan.step.structure.history, 0
@@ -67,7 +81,6 @@ def engine(
             if at.device.type == "cuda":
                 torch.cuda.synchronize()
 
-    advance(2 * (history.every if history is not None else 1) + 2)  # a graph of each kind is there
     return advance
 
 

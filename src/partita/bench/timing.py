@@ -18,6 +18,7 @@ import torch
 
 Advance = Callable[[int], float | None]  # takes so many steps; the seconds they took, where not all of the call counts
 
+STARTED, PATIENCE = time.perf_counter(), 105.0  # seconds
 PEERS = ("torch", "jax", "blackjax", "posteriors")
 
 
@@ -31,6 +32,7 @@ class Runner:
     who: str
     make: Callable[[], Advance]
     unit: int = 1  # steps come in multiples of it
+    alone: bool = False  # its compiler tries kernels while it compiles, which others must not disturb
 
 
 @dataclass
@@ -67,7 +69,7 @@ def measure(
         rows.append(row)
         began = time.perf_counter()
         try:
-            with _turn(turns, alone=False):
+            with _turn(turns, r.alone):
                 advance = r.make()
                 each = _time(advance, r.unit)
         except Exception as e:
@@ -95,14 +97,23 @@ def measure(
 
 @contextlib.contextmanager
 def _turn(turns: Path | None, alone: bool = True) -> Iterator[None]:
-    """Alone among the processes that share the file, or with those that are not to be alone."""
+    """Beside the processes that share the file; or alone among them, when none of them is beside others any more (or has
+    been for longer than PATIENCE)."""
     if turns is None:
         yield
         return
     import fcntl  # not on Windows
 
-    with turns.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+    with turns.open("w") as file, turns.with_suffix(".turn").open("w") as turn:
+        while alone and time.perf_counter() - STARTED < PATIENCE:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+        fcntl.flock(file, fcntl.LOCK_UN if alone else fcntl.LOCK_SH)
+        if alone:
+            fcntl.flock(turn, fcntl.LOCK_EX)
         yield
 
 

@@ -5,8 +5,8 @@
 All three run the same `Step`. Compiled: where all passes go at once the whole step is one compiled function, else its
 parts are (the passes of the loop share one), and Python calls them in turn. A graph is that work captured and replayed.
 
-Compiled code draws torch's own random numbers, so that it equals eager code up to rounding, and the state of torch's
-generators is the whole random state. (Inductor's own are slower: on the CPU 2.2 ms against 0.8 ms a step.)
+Compiled code draws torch's own random numbers, so that the state of torch's generators is the whole random state, and that
+on the CPU it equals eager code up to rounding (on CUDA it may draw masks, rows and noise in another order).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from partita.engine.batches import Batches
 from partita.engine.step import Chains, Step
@@ -26,8 +25,13 @@ from partita.target import Batch
 from partita.target.trees import map_tree, zip_trees
 
 WHOLE = 4  # so many chunks are unrolled into one compiled step
-
-Run = Callable[[Chains, Tensor, Tensor, Batch], Gradient]
+# random: inductor's own is slow on the CPU; asserts: shapes never change here
+PLAIN: dict[str, Any] = {"fallback_random": True, "size_asserts": False, "alignment_asserts": False}
+SILENT = {"autotune_num_choices_displayed": 0, "max_autotune_report_choices_stats": False}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "cpu": {**PLAIN, "cpp_wrapper": True},
+    "cuda": {**PLAIN, "combo_kernels": True, "max_autotune_gemm": True, **SILENT},
+}
 
 
 class Eager:
@@ -43,8 +47,8 @@ class Eager:
 class Compiled:
     name = "compile"
 
-    def __init__(self, step: Step, chains: int):
-        self.runs = compiled(step, chains)
+    def __init__(self, step: Step, chains: int, plain: bool = False):
+        self.runs = compiled(step, chains, PLAIN if plain else OPTIONS[step.device.type])
         self.batches: Batches = step.batches
         self.remember = step.remember
         # tensors, so that nothing is compiled or captured anew when they change
@@ -79,8 +83,8 @@ class Graph(Compiled):
 
     name = "graph"
 
-    def __init__(self, step: Step, chains: int):
-        super().__init__(step, chains)
+    def __init__(self, step: Step, chains: int, plain: bool = False):
+        super().__init__(step, chains, plain)
         self.chains: Chains | None = None
         self.held: Batch = None
         self.warm: set[bool] = set()
@@ -109,39 +113,36 @@ class Graph(Compiled):
             zip_trees(lambda pair: pair[0].copy_(pair[1], non_blocking=True), [self.held, batch])
 
 
-Engine = Eager | Compiled | Graph
-
-
-def compiled(step: Step, chains: int) -> dict[bool, Run]:
+def compiled(step: Step, chains: int, options: dict[str, Any]) -> dict[bool, Callable[..., Gradient]]:
     """The step as compiled code (compiled when first called), by whether it writes the history."""
-    cpu, passes = step.device.type == "cpu", chains * step.structure.passes
-    options: dict[str, Any] = {"fallback_random": True}
-    # one launch for many small tensors, of which the gradient of one pass is made
-    one = {**options, "combo_kernels": not cpu}
+    passes = chains * step.structure.passes
     run = lambda step, write: lambda chains, rate, adapt, batch: step(chains, rate, adapt, batch, write)
     if passes == 1 or (step.energies.how == "vmap" and step.structure.passes <= WHOLE * step.chunk):
-        # its inputs never change but in value, and checks of that are a tenth of a small network's step
-        unchecked = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False}
-        whole = {**(one if passes == 1 else options), **unchecked, "alignment_asserts": False, "cpp_wrapper": cpu}
-        return {write: _compile(run(step, write), whole) for write in (False, True)}
-    parts = lambda whole, *names: _with(whole, **{n: _compile(getattr(whole, n), options) for n in names})
-    gradient = _compile(step.energies.value_and_gradient, one)
+        # one pass makes its gradient of many small tensors: one launch for all of them
+        options = {k: v for k, v in options.items() if passes == 1 or k != "combo_kernels"}
+        # inputs never change but in value, and checks of that are a tenth of a small network's step
+        options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
+        return {write: _compile(run(step, write), options) for write in (False, True)}
+    parts = lambda whole, *names: _with(whole, **{n: _compile(getattr(whole, n), PLAIN) for n in names})
     twin = replace(
         step,
         batches=parts(step.batches, "draw") if step.batches.inside else step.batches,
         structure=parts(step.structure, "masks", "compose", "masked"),
-        energies=_with(parts(step.energies, "prior"), value_and_gradient=gradient),
+        energies=parts(step.energies, "value_and_gradient", "prior"),
     )
     return {write: run(parts(twin, "move"), write) for write in (False, True)}
 
 
 def _compile(f: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    from torch._inductor import config  # a second to import
+
     def own(*args: Any) -> Any:
         return f(*args)
 
     # a code object of its own: torch looks up what it compiled by that, and a step must not find another step's
     code = types.FunctionType(own.__code__.replace(), own.__globals__, f.__name__, None, own.__closure__)
-    return torch.compile(code, fullgraph=True, dynamic=False, options=options)
+    known = {k: v for k, v in options.items() if k == "guard_filter_fn" or hasattr(config, k)}
+    return torch.compile(code, fullgraph=True, dynamic=False, options=known)
 
 
 def _with(whole: Any, **methods: Any) -> Any:

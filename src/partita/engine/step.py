@@ -11,11 +11,9 @@ from torch import Tensor
 
 from partita.engine.batches import Batches
 from partita.engine.chains import Energies
-from partita.samplers.base import Rate, Sampler
+from partita.samplers.base import Rate, Sampler, State
 from partita.structure.gradient import Bound, Gradient
 from partita.target import Batch
-
-State = dict[str, Tensor]
 
 
 @dataclass

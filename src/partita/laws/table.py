@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from partita.engine.modes import Eager, Engine
+from partita.engine.modes import Eager
 from partita.engine.step import Chains, Step
 from partita.laws import exact
-from partita.runs.choose import choose_engine
+from partita.runs.choose import Engine, choose_engine
 from partita.runs.setup import prepare, seeded
 from partita.samplers import PSGLD, SGHMC, SGLD, precondition
 from partita.structure import Ensemble, Joint, Reservoir, Structured, Window, masks, partitions

@@ -58,7 +58,7 @@ def sample(
     precision: str = "float32",
     augment: Callable[[Any], Any] | None = None,
     keep: str = "auto",
-    memory: int = 2**30,
+    memory: int | None = None,
     progress: bool | None = None,
 ) -> Run:
     """Sample a target with C chains at once, each with its own minibatches, masks and past draws.
@@ -75,7 +75,7 @@ def sample(
                     torch's own tf32 switches as they are)
     augment         x -> x for the batches of all chains at once, leaves [C, B, ...], drawn anew for every row
     keep            "auto" thins further so that the draws take at most 2 GiB; "all" keeps what was asked or refuses
-    memory          bytes the compositions of one step may take at once
+    memory          bytes the compositions of one step may take at once (default: 1 GiB, on a GPU a quarter of what is free)
     """
     check_target(target)
     check_sampler(sampler)

@@ -84,7 +84,7 @@ def prepare(
     init: Any,
     device: torch.device,
     spread: float | None = None,
-    memory: int = 2**30,
+    memory: int | None = None,
     burn_in: int | None = None,
     how: str = "auto",
     precision: str = "float32",
@@ -93,7 +93,7 @@ def prepare(
     """Check everything, then build the step. Must run inside `seeded`."""
     if not whole(chains, 1):
         raise ValueError(f"chains is {chains!r}, expected a whole number of at least 1")
-    if not whole(memory, 1):
+    if memory is not None and not whole(memory, 1):
         raise ValueError(f"memory is {memory!r}, expected a whole number of bytes")
     if isinstance(structure, type) or not hasattr(structure, "bind"):
         raise ValueError(f"structure is {structure!r}, expected pt.Joint() or pt.Structured(...)")
@@ -111,7 +111,8 @@ def prepare(
     few = batches.head(min(batches.B, HEAD))
     energies, reason = choose_chains(target, batches.N, _copies(few, max(2, chains)), how, bound.passes, precision)
     notes = [] if reason is None else [f"chains run one after another: vmap cannot follow this module ({reason})"]
-    chunk, width = chunk_size(bound.passes, chains, _bytes_per_pass(target, batches), memory)
+    budget = memory or (available_memory(device) // 4 if device.type == "cuda" else 2**30)
+    chunk, width = chunk_size(bound.passes, chains, _bytes_per_pass(target, batches), budget)
     energies = replace(energies, width=width, pieces=pieces)
     if bound.history is not None:
         where = torch.device("cpu") if bound.history.host else device
