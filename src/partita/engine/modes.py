@@ -25,8 +25,9 @@ from partita.target import Batch
 from partita.target.trees import map_tree, zip_trees
 
 WHOLE = 4  # so many chunks are unrolled into one compiled step
-# random: inductor's own is slow on the CPU; asserts: shapes never change here
+# Options that torch's compiler takes. Random numbers: its own are slow on the CPU. Asserts: shapes never change here.
 PLAIN: dict[str, Any] = {"fallback_random": True, "size_asserts": False, "alignment_asserts": False}
+SAFE = {**PLAIN, "triton.mix_order_reduction": False}  # which fails on ResNet-20's one pass (torch 2.11)
 SILENT = {"autotune_num_choices_displayed": 0, "max_autotune_report_choices_stats": False}
 OPTIONS: dict[str, dict[str, Any]] = {
     "cpu": {**PLAIN, "cpp_wrapper": True},
@@ -48,7 +49,7 @@ class Compiled:
     name = "compile"
 
     def __init__(self, step: Step, chains: int, plain: bool = False):
-        self.runs = compiled(step, chains, PLAIN if plain else OPTIONS[step.device.type])
+        self.runs = compiled(step, chains, SAFE if plain else OPTIONS[step.device.type])
         self.batches: Batches = step.batches
         self.remember = step.remember
         # tensors, so that nothing is compiled or captured anew when they change
@@ -123,7 +124,7 @@ def compiled(step: Step, chains: int, options: dict[str, Any]) -> dict[bool, Cal
         # inputs never change but in value, and checks of that are a tenth of a small network's step
         options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
         return {write: _compile(run(step, write), options) for write in (False, True)}
-    parts = lambda whole, *names: _with(whole, **{n: _compile(getattr(whole, n), PLAIN) for n in names})
+    parts = lambda whole, *names: _with(whole, **{n: _compile(getattr(whole, n), SAFE) for n in names})
     twin = replace(
         step,
         batches=parts(step.batches, "draw") if step.batches.inside else step.batches,
@@ -141,7 +142,7 @@ def _compile(f: Callable[..., Any], options: dict[str, Any]) -> Callable[..., An
 
     # a code object of its own: torch looks up what it compiled by that, and a step must not find another step's
     code = types.FunctionType(own.__code__.replace(), own.__globals__, f.__name__, None, own.__closure__)
-    known = {k: v for k, v in options.items() if k == "guard_filter_fn" or hasattr(config, k)}
+    known = {k: v for k, v in options.items() if k == "guard_filter_fn" or k in config.get_config_copy()}
     return torch.compile(code, fullgraph=True, dynamic=False, options=known)
 
 
