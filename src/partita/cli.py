@@ -104,9 +104,9 @@ def bench(
         raise typer.Exit(2) from None
     began, seen = time.perf_counter(), 0
     with console.status("") as status:
-        for rows in bench(where.type, threads or os.cpu_count() or 1, only, blocks, out, turns):
+        for job, rows in bench(where.type, threads or os.cpu_count() or 1, only, blocks, out, turns):
             seen += len(rows)
-            table = Table(*HEAD, box=None, pad_edge=False)
+            table = Table(*HEAD, box=None, pad_edge=False, title=f"[bold]{job}[/bold]", title_justify="left")
             for r in rows:
                 table.add_row(*map(escape, r))
             console.print(table, "")

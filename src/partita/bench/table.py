@@ -13,7 +13,7 @@ import torch
 from partita.bench.jobs import groups
 from partita.bench.timing import Row, Runner, as_json, machine, measure
 
-HEAD = ("job", "method", "chains", "who", "ms a step", "spread", "chain-steps/s", "to the first", "set-up")
+HEAD = ("method", "chains", "who", "ms/step", "spread", "chain-steps/s", "× first", "set-up")
 
 
 def bench(
@@ -23,8 +23,8 @@ def bench(
     blocks: int = 7,
     out: Path | None = None,
     turns: Path | None = None,
-) -> Iterator[list[list[str]]]:
-    """Each job's rows as they come, and as cells; the file is written anew after every job."""
+) -> Iterator[tuple[str, list[list[str]]]]:
+    """Each group's job and rows as they come; the file is written anew after every group."""
     torch.set_num_threads(threads)
     where, rows = machine(torch.get_num_threads()), list[Row]()
     for number, group in enumerate(groups(device)):
@@ -33,7 +33,7 @@ def bench(
             r.group = number
         rows += found
         if found:
-            yield cells(found)
+            yield found[0].job, cells(found)
             if out is not None:
                 out.write_text(json.dumps(as_json(where, rows), indent=1) + "\n", "utf-8")
 
@@ -52,27 +52,24 @@ def cells(rows: list[Row]) -> list[list[str]]:
 
 
 def _cells(r: Row, first: Row) -> list[str]:
-    said = [r.job, r.method, str(r.chains), r.who]
+    said = [r.method, str(r.chains), r.who]
     if not r.ms:
         return [*said, r.failed, "", "", "", ""]
     ratio = f"{r.rate / first.rate:.2f}" if first.ms else ""
-    spread = f"{min(r.ms):.3g} to {max(r.ms):.3g}"
+    spread = f"{min(r.ms):.3g}–{max(r.ms):.3g}"
     return [*said, f"{r.median:.3g}", spread, f"{r.rate:,.0f}", ratio, f"{r.setup_s:.1f} s"]
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The file's content as a table with its machine."""
+    """The file's content as tables, one a job, with its machine."""
     m = found["machine"]
     versions = ", ".join(f"{k} {v}" for k, v in m["versions"].items())
-    lines = [
-        f"{m['gpu'] or m['cpu']}; {m['cores']} cores, {m['threads']} threads; {m['date']}; {versions}",
-        "",
-        "| " + " | ".join(HEAD) + " |",
-        "|" + "---|" * len(HEAD),
-    ]
-    rows = [Row(**r) for r in found["rows"]]
-    first: Row | None = None
-    for r in rows:
+    lines = [f"{m['gpu'] or m['cpu']}, {m['cores']} cores, {m['threads']} threads; {m['date']}; {versions}."]
+    job, first = "", None
+    for r in (Row(**r) for r in found["rows"]):
+        if r.job != job:
+            job = r.job
+            lines += ["", f"**{job}**", "", "| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
         first = r if first is None or r.group != first.group else first
         lines.append("| " + " | ".join(_cells(r, first)) + " |")
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
