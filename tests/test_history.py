@@ -291,3 +291,13 @@ def test_what_the_engine_asks_of_a_history() -> None:
         assert (history.every, history.warm_up, history.drops_burn_in) == (3, 4, True)
         assert not dataclasses.replace(history, burn_in="keep").drops_burn_in
     assert (Ensemble().every, Ensemble().warm_up, Ensemble().drops_burn_in) == (1, 0, False)
+
+
+@pytest.mark.parametrize("history", [Window, Reservoir])
+def test_host_is_true_or_false_and_changes_nothing_on_the_cpu(history):
+    with pytest.raises(ValueError, match="host=1, expected True or False"):
+        history(4, host=1)
+    theta = torch.randn(2, 3)
+    a, b = history(4).init(theta), history(4, host=True).init(theta)
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    assert not Ensemble().host

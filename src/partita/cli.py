@@ -86,7 +86,8 @@ def bench(
     device: Annotated[str, typer.Option(help="'auto', 'cpu' or 'cuda'.")] = "auto",
     threads: Annotated[int, typer.Option(min=0, help="CPU threads of torch (0: all cores).")] = 0,
     only: Annotated[str, typer.Option(help="Only rows that match this: 'MLP .* SGLD', '8 .* graph', …")] = "",
-    blocks: Annotated[int, typer.Option(min=3, help="Blocks of steps each row is timed for.")] = 7,
+    blocks: Annotated[int, typer.Option(min=3, help="Blocks of steps each row is timed for.")] = 5,
+    long: Annotated[bool, typer.Option("--long", help="Also the rows that take minutes on a CPU.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the rows to this JSON file.")] = None,
     turns: Annotated[
         Path | None, typer.Option(help="A file: processes that share it compile together, time in turn.")
@@ -104,7 +105,7 @@ def bench(
         raise typer.Exit(2) from None
     began, seen = time.perf_counter(), 0
     with console.status("") as status:
-        for job, rows in bench(where.type, threads or os.cpu_count() or 1, only, blocks, out, turns):
+        for job, rows in bench(where.type, threads or os.cpu_count() or 1, only, long, blocks, out, turns):
             seen += len(rows)
             table = Table(*HEAD, box=None, pad_edge=False, title=f"[bold]{job}[/bold]", title_justify="left")
             for r in rows:

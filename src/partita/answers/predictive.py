@@ -173,7 +173,9 @@ def predict(
 @torch.no_grad()
 def _piece(target: Posterior, theta: Tensor, x: Any, statistics: Any, how: str) -> dict[str, Tensor]:
     if how == "vmap":
-        return vmap(target.predict, in_dims=(0, None, 0 if statistics else None))(theta, x, statistics)
+        with warnings.catch_warnings():  # torch says once a process that vmap runs some operations one by one
+            warnings.filterwarnings("ignore", "There is a performance drop")
+            return vmap(target.predict, in_dims=(0, None, 0 if statistics else None))(theta, x, statistics)
     each = [target.predict(t, x, {k: v[i] for k, v in (statistics or {}).items()} or None) for i, t in enumerate(theta)]
     return {k: torch.stack([e[k] for e in each]) for k in each[0]}
 

@@ -45,12 +45,12 @@ def s(M: int, count: int | None = None) -> Structured:
     return Structured(partitions.random(M, seed=0), masks.OneGroup(count), Reservoir(64, every=10))
 
 
-def groups(device: str) -> Iterator[list[Runner]]:
-    """The jobs for this kind of device, in the order of the table."""
+def groups(device: str, long: bool = False) -> Iterator[list[Runner]]:
+    """The jobs for this kind of device, in the order of the table; on a CPU those that take minutes only if `long`."""
     yield from _mlp(device)
     for norm in ("frn", "batch") if device == "cuda" else ("frn",):
-        yield from _resnet(device, "ResNet-20 B=128", norm, resnet(3, 32, 128, device, norm))
-        yield from _resnet(device, "ResNet-20 B=500", norm, resnet(1, 28, 500, device, norm))
+        yield from _resnet(device, "ResNet-20 B=128", norm, resnet(3, 32, 128, device, norm), long)
+        yield from _resnet(device, "ResNet-20 B=500", norm, resnet(1, 28, 500, device, norm), long)
 
 
 def _mlp(device: str) -> Iterator[list[Runner]]:
@@ -121,7 +121,7 @@ def _mlp(device: str) -> Iterator[list[Runner]]:
     ]
 
 
-def _resnet(device: str, job: str, norm: str, at: Setting) -> Iterator[list[Runner]]:
+def _resnet(device: str, job: str, norm: str, at: Setting, long: bool) -> Iterator[list[Runner]]:
     gpu = device == "cuda"
     job, psgld = f"{job} {'FRN' if norm == 'frn' else 'BatchNorm'}", PSGLD(EPS)
     fast, quick = ("graph", "bf16") if gpu else ("compile", "float32")
@@ -144,21 +144,12 @@ def _resnet(device: str, job: str, norm: str, at: Setting) -> Iterator[list[Runn
         )
         for p, layout in loops
     ]
-    if gpu:
-        group += [ours("pSGLD", Joint(), 1)]
-        group += [
-            Runner(job, one, 1, f"JAX scan {p}", partial(jax_scan, at, 1, p), SCAN, True) for p in ("float32", "bf16")
-        ]
+    group += [ours("pSGLD", Joint(), 1)] if gpu else []
+    for p in ("float32", "bf16") if gpu else ():
+        group += [Runner(job, one, 1, f"JAX scan {p}", partial(jax_scan, at, 1, p), SCAN, True)]
+    if not gpu and norm == "frn":
+        group += [Runner(job, "SGLD", 1, "posteriors", partial(peers.posteriors, at))]
+    if gpu or long:
         group += [ours(one, s_d(), 8), ours("S_d-pSGLD K=2", s_d(2), 1), ours("S_d-pSGLD K=4", s_d(4), 1)]
         group += [ours("S_d-pSGLD K=4 split", s_d(4, "split"), 1)]
-    elif "128" in job:
-        group += [
-            Runner(job, "SGLD", 1, "posteriors", partial(peers.posteriors, at)),
-            ours("S_d-pSGLD K=4 split", s_d(4, "split"), 1),
-        ]
-        group += [ours("S_d-pSGLD K=4", s_d(4), 1, "eager"), ours(one, s_d(), 8, "eager")]
     yield group
-
-
-def _loop_name(gpu: bool, precision: str, layout: str) -> str:
-    return "PyTorch loop" + (f" {precision} {layout}" if gpu else "")

@@ -27,7 +27,7 @@ def bench(
     """Each group's job and rows as they come; the file is written anew after every group."""
     torch.set_num_threads(threads)
     where, rows = machine(torch.get_num_threads()), list[Row]()
-    for number, group in enumerate(groups(device)):
+    for number, group in enumerate(groups(device, long)):
         found = measure(_wanted(group, only), blocks, turns=turns)
         for r in found:
             r.group = number
