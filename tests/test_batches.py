@@ -14,9 +14,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from partita.engine.batches import NoData, Resident
+from partita.engine.batches import Resident
 from partita.runs import inputs as module
-from partita.runs.inputs import make_batches
+from partita.runs.inputs import NoData, make_batches
 from partita.runs.loader import Loader
 
 CPU = torch.device("cpu")
@@ -82,9 +82,34 @@ def test_all_kinds_of_data_hold_the_same_rows(data):
     assert x.shape == (5, 8, 3)
     assert y.shape == (5, 8)
     assert matched(x, y)
-    x, y = batches.head(7)
-    assert torch.equal(x, X[:7])
-    assert torch.equal(y, Y[:7])
+    x, y = batches.head(7)  # spread over the data, which may be sorted
+    spread = torch.linspace(0, N - 1, 7).long()
+    assert torch.equal(x, X[spread])
+    assert torch.equal(y, Y[spread])
+
+
+@pytest.mark.parametrize("rows", [N, 8])
+def test_a_batch_that_masks_split_is_in_an_order_of_each_chains_own(rows):
+    batches = make_batches((X, Y), rows, CPU)
+    batches.shuffles = True
+    x, y = batches.draw(3)
+    assert matched(x, y)
+    if rows == N:
+        assert all(torch.equal(c.sort().values, Y.sort().values) for c in y)
+        assert not torch.equal(y[0], y[1])
+        assert not torch.equal(y[0], batches.draw(3)[1][0])
+
+
+def test_batch_samplers_say_what_they_sample():
+    data = TensorDataset(X, Y)
+    ten = SubsetRandomSampler(range(10))
+    assert make_batches(DataLoader(data, sampler=BatchSampler(ten, 5, False), batch_size=None), None, CPU).N == 10
+    assert make_batches(DataLoader(data, batch_sampler=BatchSampler(ten, 5, False)), None, CPU).N == 10
+    weighted = BatchSampler(WeightedRandomSampler(torch.ones(N), N), 5, False)
+    with pytest.raises(ValueError, match="draws rows with weights"):
+        make_batches(DataLoader(data, sampler=weighted, batch_size=None), None, CPU)
+    with pytest.warns(UserWarning, match="does not say what it samples: N is taken as all 40 rows"):
+        make_batches(DataLoader(data, batch_sampler=[[0, 1], [2, 3]]), None, CPU)
 
 
 def test_nested_inputs_keep_their_nesting_and_their_rows_together():

@@ -11,7 +11,7 @@ from torch import nn
 from torch._inductor import config as inductor
 
 import partita as pt
-from partita.engine.modes import Compiled, Eager, Graph
+from partita.engine.modes import Compiled, Eager
 from partita.laws.table import Cell, run_cell
 from partita.runs import choose
 from partita.runs.choose import choose_engine
@@ -53,10 +53,10 @@ def ready(structure=None, sampler=None, chains=3, data=(X, Y), batch_size=16, ta
     return plan.step, plan.step.init(plan.theta)
 
 
-def advance(engine, states, step, steps, first=1):
+def advance(engine, states, step, steps, first=1, rate=EPS):
     history = step.structure.history
     for t in range(first, first + steps):
-        grad = engine.advance(states, EPS, 1.0 if t <= 10 else 0.0, history is not None and t % history.every == 0)
+        grad = engine.advance(states, rate, 1.0 if t <= 10 else 0.0, history is not None and t % history.every == 0)
     return grad
 
 
@@ -68,7 +68,7 @@ FLIPPED = (X.reshape(N, 1, 2, 3), Y)
 CASES = {
     "joint, one chain": {"sampler": pt.SGLD(EPS), "chains": 1},
     "S_d": {"structure": S_D},
-    "split": {"structure": SPLIT, "sampler": pt.SGHMC(0.01, adapt="burn_in")},
+    "split": {"structure": SPLIT, "sampler": pt.SGHMC(0.01, adapt="burn_in"), "rate": 0.02},
     "loop": {"structure": S_D, "how": "loop"},
     "flips": {
         "data": FLIPPED,
@@ -84,24 +84,28 @@ def test_compiled_equals_eager_with_the_same_random_numbers(name):
     states = {}
     for mode in ("eager", "compile"):
         with seeded(3, "cpu", target):
-            step, chains = ready(**CASES[name])
-            before = rng_state(step.device)
+            case = {**CASES[name]}
+            rate = case.pop("rate", EPS)
+            step, chains = ready(**case)
+            before, states["start"] = rng_state(step.device), chains.theta.clone()
             choice = choose_engine(mode, step, chains, 50)
             assert choice.engine.name == mode, choice.why
             assert not choice.fell_back
             assert all(torch.equal(a, b) for a, b in zip(before.values(), rng_state(step.device).values()))
-            grad = advance(choice.engine, chains, step, 50)
+            grad = advance(choice.engine, chains, step, 50, rate=rate)
             states[mode] = (chains, grad, torch.get_rng_state())
     (a, grad_a, rng_a), (b, grad_b, rng_b) = states["eager"], states["compile"]
     assert torch.equal(rng_a, rng_b)
     assert close(b.theta, a.theta)
-    assert close(b.theta - a.theta.mean(), a.theta - a.theta.mean())
+    moved = a.theta - states["start"]
+    assert float((b.theta - a.theta).abs().max()) < 1e-2 * float(moved.abs().max())  # and not because nothing moved
     for name in a.sampler:
         assert close(b.sampler[name], a.sampler[name]), name
     for name in a.history:
-        fine = 1 if a.history[name].dtype == torch.float32 else 2**-7  # a bfloat16 row may round to its neighbour
-        gap = (b.history[name].double() - a.history[name].double()).abs().max()
-        assert float(gap) <= max(TOLERANCE, fine if fine < 1 else 0) * max(1.0, float(a.history[name].abs().max()))
+        gap = (b.history[name].double() - a.history[name].double()).abs()
+        step_of = 2**-7 if a.history[name].dtype == torch.bfloat16 else 0.0  # a bfloat16 row may round to its neighbour
+        assert bool((gap <= TOLERANCE + step_of * a.history[name].double().abs()).all()), name
+        assert float((gap > TOLERANCE).double().mean()) < 0.05, name  # now and then
     for x, y in zip(grad_a, grad_b):
         assert float((x - y).abs().max()) <= TOLERANCE * float(x.abs().max())
 
@@ -117,7 +121,7 @@ def test_a_compiled_step_that_writes_is_a_step_and_a_write(how):
             engine.dial(EPS, 0.0)
             for t in range(1, 25):
                 write = t % 3 == 0
-                engine.runs[inside and write](chains, engine.rate, engine.adapt, engine.batch(chains))
+                engine.runs[inside and write](chains, engine.rate, engine.adapt, step.batches.draw(3))
                 if write and not inside:
                     step.remember(chains)
             ends.append(chains)
@@ -302,4 +306,64 @@ def test_the_engine_reads_in_one_sitting():
 
     files = sorted(Path(partita.engine.__file__).parent.glob("*.py"))
     assert sum(len(f.read_text("utf-8").splitlines()) for f in files) < 500
-    assert Graph.name == "graph"
+
+
+class Lengths(torch.utils.data.Dataset):
+    """Rows of differing lengths, as text has them."""
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, i):
+        return X[i, : 3 + i % 4], Y[i]
+
+
+def padded(rows):
+    x = torch.nn.utils.rnn.pad_sequence([x for x, _ in rows], batch_first=True)
+    return x, torch.stack([y for _, y in rows])
+
+
+class Pooled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = pt.models.mlp(2, (4,), 3)
+
+    def forward(self, x):
+        return self.net(torch.stack([x.sum(1), x.square().sum(1)], 1))
+
+
+def test_batches_of_other_shapes_than_the_compiled_one_run_eagerly():
+    """A loader that pads each batch to its longest row: compiled code, which checks nothing, must not see the others."""
+    target, ends = posterior(Pooled()), {}
+    for mode in ("eager", "compile"):
+        order = torch.Generator().manual_seed(1)
+        loader = torch.utils.data.DataLoader(Lengths(), 4, shuffle=True, generator=order, collate_fn=padded)
+        with seeded(0, "cpu", target):
+            step, chains = ready(data=loader, batch_size=None, target=target, chains=1, sampler=pt.SGLD(EPS))
+            engine = choose_engine(mode, step, chains, 50).engine
+            assert engine.name == mode
+            lengths = set()
+            for _ in range(30):
+                engine.advance(chains, EPS, 0.0, False)
+                lengths.add(step.batches.look(1)[0].shape[-1])
+            ends[mode] = chains.theta.clone()
+    assert len(lengths) > 1
+    assert close(ends["compile"], ends["eager"])
+
+
+def test_a_nan_gradient_of_compiled_code_is_not_used(monkeypatch):
+    monkeypatch.setattr(Compiled, "__init__", lambda self, step, *_: Eager.__init__(self, step))
+    monkeypatch.setattr(Compiled, "probe", lambda self, chains: _scaled(self.step(chains.aside(), 0.0, 0.0), math.nan))
+    target = posterior()
+    with seeded(0, "cpu", target):
+        step, chains = ready()
+        assert choose_engine("compile", step, chains, 10).fell_back
+
+
+def test_a_sampler_may_hand_back_what_it_was_given():
+    """Old tensors under other names: kept before anything is written over."""
+    from partita.engine.step import Chains
+
+    chains = Chains(torch.tensor([[1.0]]), {"last": torch.tensor([[0.0]]), "g": torch.tensor([[5.0]])}, {})
+    chains.become(torch.tensor([[2.0]]), {"last": chains.theta, "g": chains.sampler["last"]})
+    assert (chains.theta.item(), chains.sampler["last"].item(), chains.sampler["g"].item()) == (2.0, 1.0, 0.0)

@@ -1,6 +1,7 @@
 """The loop: seeds, lengths, starts, monitors, stopping, diverging, memory. What it says afterwards is in test_summary."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 import torch
@@ -260,6 +261,22 @@ def test_warm_up_steps_are_joint():
         go(structure(6))
 
 
+def test_warm_up_fills_the_history():
+    history = pt.Window(64, warm_up=6)
+    run = small(structure=pt.Structured(pt.partitions.each(), history=history), steps=12, burn_in=8, init="module")
+    assert run.settings["done"] == 12
+    diary = Diary(warm_up=6)
+    small(structure=pt.Structured(pt.partitions.each(), history=diary), steps=12, burn_in=8, init="module")
+    assert [kind for kind, _ in diary.seen] == ["init", *["write"] * 12]
+    states = torch.stack([theta for _, theta in diary.seen])
+    assert all(not torch.equal(a, b) for a, b in pairwise(states))
+
+
+def test_inference_mode_is_refused():
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"inference_mode\(\) is on, expected off"):
+        small()
+
+
 @dataclass(frozen=True)
 class Diary:
     """A history that writes down what it is shown; past draws are zero."""
@@ -282,6 +299,9 @@ class Diary:
     def init(self, theta):
         self.seen.append(("init", theta.clone()))
         return {"rows": theta.clone()}
+
+    def restart(self, state, theta):
+        self.seen.append(("init", theta.clone()))
 
     def write(self, state, theta):
         self.seen.append(("write", theta.clone()))

@@ -33,12 +33,19 @@ console = Console(highlight=False)
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("demo"),
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
 ) -> None:
     """Sample two posteriors and draw them: a regression with a known answer, and a network on handwritten digits."""
     from partita.demo import run_demo
 
-    run_demo(out, seed, console)
+    try:
+        run_demo(out, seed, console)
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        raise typer.Exit(130) from None
+    except OSError as e:
+        console.print(f"partita demo: --out is {out}, expected a folder that can be written to ({escape(str(e))})")
+        raise typer.Exit(2) from None
 
 
 @app.command()
@@ -57,10 +64,14 @@ def laws(
         console.print(f"no row of the table holds {only!r}: try 'SGLD', 'Bernoulli', 'Ensemble' or 'regression'")
         raise typer.Exit(2)
     outcomes = []
-    with console.status("") as status:
-        for o in report.run_rows(chosen, seeds, jobs or None):
-            outcomes.append(o)
-            status.update(f"{len(outcomes):,} of {len(chosen) * seeds:,} rows")
+    try:
+        with console.status("") as status:
+            for o in report.run_rows(chosen, seeds, jobs or None):
+                outcomes.append(o)
+                status.update(f"{len(outcomes):,} of {len(chosen) * seeds:,} rows")
+    except KeyboardInterrupt:
+        console.print(f"interrupted after {len(outcomes):,} of {len(chosen) * seeds:,} rows")
+        raise typer.Exit(130) from None
     place = {str(r): i for i, r in enumerate(chosen)}
     outcomes.sort(key=lambda o: (place[o.name], o.seed))
     for o in outcomes:
@@ -93,14 +104,19 @@ def bench(
         Path | None, typer.Option(help="A file: processes that share it compile together, time in turn.")
     ] = None,
 ) -> None:
-    """Time the engine beside other libraries on the same jobs (pip install 'partita[bench]' for those)."""
+    """Time the engine beside other libraries on the same jobs (they come with pip install -e '.\\[bench]')."""
     from partita.bench.table import HEAD, bench
     from partita.runs.setup import device_of
 
     try:
         where = device_of(device, torch.device("cpu"))
         re.compile(only)
-    except (ValueError, re.error) as e:
+        if out is not None and not out.parent.is_dir():
+            raise ValueError(f"--out is {out}, expected a file in a folder that exists")
+    except re.error as e:
+        console.print(f"partita bench: --only is {only!r}, expected a regular expression ({escape(str(e))})")
+        raise typer.Exit(2) from None
+    except ValueError as e:
         console.print(f"partita bench: {escape(str(e))}")
         raise typer.Exit(2) from None
     began, seen = time.perf_counter(), 0

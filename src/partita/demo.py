@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
 from rich.console import Console
 from torch import Tensor
 
@@ -19,6 +22,29 @@ CHAINS, STEPS, BURN_IN, STEP = 256, 1600, 400, 0.0015
 
 def run_demo(out: Path, seed: int, console: Console) -> None:
     """Both parts; pictures go to `out`."""
+    with one_thread():
+        both_parts(out, seed, console)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """These networks are small, and where something else runs two threads wait for each other most of the time."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def finished(run: pt.Run) -> pt.Run:
+    """The run, unless it was interrupted: then the demo is, too."""
+    if run.stopped is not None:
+        raise KeyboardInterrupt
+    return run
+
+
+def both_parts(out: Path, seed: int, console: Console) -> None:
     began = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
     console.print("[bold]1. Linear regression, 4 parameters: sampled against exact[/bold]")
@@ -29,7 +55,7 @@ def run_demo(out: Path, seed: int, console: Console) -> None:
 
     console.print("[bold]2. The posterior of a 64-32-10 network on 1,437 handwritten digits[/bold]")
     (x, y), (x_test, y_test) = pt.data.digits(seed=0)
-    run = sample_digits(x, y, seed)
+    run = finished(sample_digits(x, y, seed))
     prediction = run.predict(x_test)
     console.print(score_line(prediction.scores(y_test)))
     console.print(f"\n{run.summary()}\n")
@@ -54,7 +80,7 @@ def sample_panel(panel: str, seed: int) -> Tensor:
         spread=0.1,
         seed=seed,
     )
-    return run.samples.flatten(0, 1)
+    return finished(run).samples.flatten(0, 1)
 
 
 def exact_law(panel: str) -> tuple[np.ndarray, np.ndarray]:

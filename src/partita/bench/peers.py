@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import warnings
@@ -21,7 +22,7 @@ def pytorch(at: Setting, method: str, precision: str = "float32", layout: str = 
     device, (x, y) = at.device, (t.to(at.device) for t in at.data)
     if layout == "channels_last":
         x = x.contiguous(memory_format=torch.channels_last)
-    net = at.network.to(device)
+    net = copy.deepcopy(at.network).to(device)
     params = {k: p.detach().clone() for k, p in net.named_parameters()}
     buffers = {k: b.clone() for k, b in net.named_buffers()}
     theta = torch.cat([p.flatten() for p in params.values()])
@@ -69,7 +70,7 @@ def posteriors(at: Setting) -> Advance:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import posteriors as library
-    net, (x, y), N = at.network.to(at.device), (t.to(at.device) for t in at.data), len(at.data[1])
+    net, (x, y), N = copy.deepcopy(at.network).to(at.device), (t.to(at.device) for t in at.data), len(at.data[1])
 
     def log_posterior(params: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         logits = functional_call(net, params, (batch[0],))

@@ -20,7 +20,8 @@ def bench(
     device: str,
     threads: int,
     only: str | None = None,
-    blocks: int = 7,
+    long: bool = False,
+    blocks: int = 5,
     out: Path | None = None,
     turns: Path | None = None,
 ) -> Iterator[tuple[str, list[list[str]]]]:

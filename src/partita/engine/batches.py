@@ -31,7 +31,7 @@ class Batches(Protocol):
         """The same to look at: data that later draws give do not depend on it."""
 
     def head(self, rows: int) -> Batch:
-        """The first rows, without a chain axis."""
+        """A few rows, always the same ones, without a chain axis."""
 
     def targets(self) -> Tensor:
         """Every target that can be looked at beforehand."""
@@ -40,35 +40,18 @@ class Batches(Protocol):
         """About `rows` inputs in batches of B, always the same ones (to recalibrate BatchNorm with)."""
 
 
-class NoData:
-    """For a Density."""
-
-    N = B = 1
-    inside = True
-
-    def draw(self, C: int) -> Batch:
-        return None
-
-    look = draw
-
-    def head(self, rows: int) -> Batch:
-        return None
-
-    def targets(self) -> Tensor:
-        return torch.empty(0)
-
-    def inputs(self, rows: int) -> Iterator[Any]:
-        return iter(())
-
-
 class Resident:
     """Tensors on the device; B of N rows with replacement, or all of them."""
 
     def __init__(self, x: Any, y: Tensor, batch_size: int):
         self.x, self.y, self.N, self.B = x, y, int(y.shape[0]), batch_size
+        self.shuffles = False  # all rows in an order of each chain's own: masks share them out by position
         self.inside = y.is_cuda  # on the CPU index_select copies rows twice as fast as compiled code does
 
     def draw(self, C: int) -> Batch:
+        if self.B == self.N and self.shuffles:
+            index = torch.rand(C, self.N, device=self.y.device).argsort(1)
+            return map_tree(lambda t: _rows(t, index), (self.x, self.y))
         if self.B == self.N:
             return map_tree(lambda t: t.expand(C, *t.shape), (self.x, self.y))
         index = torch.randint(self.N, (C, self.B), device=self.y.device)
@@ -77,7 +60,8 @@ class Resident:
     look = draw  # the caller keeps the random state
 
     def head(self, rows: int) -> Batch:
-        return map_tree(lambda t: t[:rows], (self.x, self.y))
+        index = torch.linspace(0, self.N - 1, min(rows, self.N), device=self.y.device).long()
+        return map_tree(lambda t: t[index], (self.x, self.y))
 
     def targets(self) -> Tensor:
         return self.y

@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 
-from partita.engine.batches import Batches
 from partita.engine.step import Chains, Step
 from partita.structure.gradient import Gradient
 from partita.target import Batch
-from partita.target.trees import map_tree, zip_trees
+from partita.target.trees import leaves, map_tree, zip_trees
 
 WHOLE = 4  # so many chunks are unrolled into one compiled step
 # Options that torch's compiler takes. Random numbers: its own are slow on the CPU. Asserts: shapes never change here.
@@ -50,21 +49,32 @@ class Compiled:
 
     def __init__(self, step: Step, chains: int, plain: bool = False):
         self.runs = compiled(step, chains, SAFE if plain else OPTIONS[step.device.type])
-        self.batches: Batches = step.batches
-        self.remember = step.remember
+        self.step, self.batches = step, step.batches
+        self.like: list[Any] = []  # what the leaves of a batch are, shapes and dtypes
         # tensors, so that nothing is compiled or captured anew when they change
         self.rate, self.adapt = torch.zeros((), device=step.device), torch.zeros((), device=step.device)
         self.set = (0.0, 0.0)
 
     def advance(self, chains: Chains, rate: float, adapt: float, write: bool) -> Gradient:
+        batch = None if self.batches.inside else self.batches.draw(chains.theta.shape[0])
+        return (
+            self.run(chains, rate, adapt, batch, write)
+            if self.fits(batch)
+            else self.step(chains, rate, adapt, batch, write)
+        )
+
+    def run(self, chains: Chains, rate: float, adapt: float, batch: Batch, write: bool) -> Gradient:
         self.dial(rate, adapt)
-        grad = self.runs[False](chains, self.rate, self.adapt, self.batch(chains))
+        grad = self.runs[False](chains, self.rate, self.adapt, batch)
         if write:  # eagerly: runs[True] would be a second compilation, for a microsecond
-            self.remember(chains)
+            self.step.remember(chains)
         return grad
 
-    def batch(self, chains: Chains) -> Batch:
-        return None if self.batches.inside else self.batches.draw(chains.theta.shape[0])
+    def fits(self, batch: Batch) -> bool:
+        """Whether a batch is like the first, for which the code was compiled; others (of a loader that pads) go eagerly."""
+        now = [] if batch is None else [(t.shape, t.dtype) for _, t in leaves(batch)]
+        self.like = self.like or now
+        return now == self.like
 
     def dial(self, rate: float, adapt: float) -> None:
         if (rate, adapt) != self.set:
@@ -75,6 +85,7 @@ class Compiled:
     def probe(self, chains: Chains) -> Gradient:
         """A step of rate 0 from here that leaves the chains and the batches' order as they are."""
         batch = None if self.batches.inside else self.batches.look(chains.theta.shape[0])
+        self.fits(batch)
         return self.runs[False](chains.aside(), torch.zeros_like(self.rate), torch.zeros_like(self.adapt), batch)
 
 
@@ -91,12 +102,12 @@ class Graph(Compiled):
         self.warm: set[bool] = set()
         self.graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Gradient]] = {}
 
-    def advance(self, chains: Chains, rate: float, adapt: float, write: bool) -> Gradient:
+    def run(self, chains: Chains, rate: float, adapt: float, batch: Batch, write: bool) -> Gradient:
         self.dial(rate, adapt)
         if chains is not self.chains:  # graphs write into the tensors they were captured with
             self.chains, self.graphs = chains, {}
-        if not self.batches.inside:
-            self._fill(self.batch(chains))
+        if batch is not None:
+            self._fill(batch)
         if write not in self.graphs:
             step = lambda: self.runs[write](chains, self.rate, self.adapt, self.held)
             if write not in self.warm:

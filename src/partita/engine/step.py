@@ -29,10 +29,11 @@ class Chains:
         return Chains(self.theta.clone(), {k: v.clone() for k, v in self.sampler.items()}, self.history)
 
     def become(self, theta: Tensor, sampler: State) -> None:
-        self.theta.copy_(theta)
-        for k, v in sampler.items():
-            if v is not self.sampler[k]:
-                self.sampler[k].copy_(v)
+        mine = [self.theta, *self.sampler.values()]
+        kept = lambda v: v.clone() if any(v is t for t in mine) else v  # before anything is written over
+        new = [(self.sampler[k], kept(v)) for k, v in sampler.items() if v is not self.sampler[k]]
+        for old, value in [(self.theta, kept(theta)), *new]:
+            old.copy_(value)
 
 
 @dataclass(frozen=True)
@@ -81,5 +82,5 @@ class Step:
 
     def forget(self, chains: Chains) -> None:
         """The history holds the present states alone."""
-        for k, v in self.structure.init(chains.theta).items():
-            chains.history[k].copy_(v)
+        if self.structure.history is not None:
+            self.structure.history.restart(chains.history, chains.theta)

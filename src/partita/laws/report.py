@@ -56,8 +56,12 @@ def run_rows(chosen: list[Row], seeds: int = 1, jobs: int | None = None) -> Iter
     jobs = jobs or os.cpu_count() or 1
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(run_row, r, s) for s in range(seeds) for r in chosen]
-        for f in as_completed(futures):
-            yield f.result()
+        try:
+            for f in as_completed(futures):
+                yield f.result()
+        except BaseException:  # Ctrl-C: those that wait are not begun
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def markdown(

@@ -51,7 +51,9 @@ class Threshold(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tau = self.tau.to(x.dtype).view(1, -1, 1, 1)
-        return torch.where(x > tau, x, tau)  # `maximum` halves gradients at ties, in three more operations
+        return torch.where(
+            x <= tau, tau, x
+        )  # NaN stays NaN; `maximum` halves gradients at ties, in three more operations
 
 
 class Shortcut(nn.Module):

@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from partita.engine.batches import Batches, NoData, Resident
+from partita.engine.batches import Batches, Resident
 from partita.runs.checks import whole
 from partita.runs.loader import Loader
+from partita.target import Batch
 from partita.target.pairs import as_pair, check_lengths, check_values, what
 from partita.target.trees import leaves, map_tree
 
 DATASET_LIMIT = 4 * 2**30  # bytes: a larger Dataset belongs in a DataLoader
+
+
+class NoData:
+    """For a Density."""
+
+    N = B = 1
+    inside = True
+
+    def draw(self, C: int) -> Batch:
+        return None
+
+    look = draw
+
+    def head(self, rows: int) -> Batch:
+        return None
+
+    def targets(self) -> Tensor:
+        return torch.empty(0)
+
+    def inputs(self, rows: int) -> Iterator[Any]:
+        return iter(())
 
 
 def make_batches(

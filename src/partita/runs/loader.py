@@ -31,10 +31,11 @@ class Loader:
     inside = False
 
     def __init__(self, loader: DataLoader, device: torch.device):
-        self.N = _count(loader)
         if loader.batch_sampler is None and not isinstance(loader.sampler, BatchSampler):
             raise ValueError("the DataLoader has batch_size=None, expected one that makes batches of single rows")
-        if isinstance(getattr(loader.batch_sampler, "sampler", None), SequentialSampler):
+        self.N = _count(loader)
+        self.shuffled = not isinstance(_sampler(loader), SequentialSampler)
+        if not self.shuffled:
             warnings.warn("the DataLoader does not shuffle: batches come in the data's own order", stacklevel=4)
         self.loader, self.device, self.B = loader, device, 0
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -108,13 +109,24 @@ class Loader:
                 )
 
 
+def _sampler(loader: DataLoader) -> Any:
+    """What draws the loader's rows."""
+    batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    return getattr(batches, "sampler", None)
+
+
 def _count(loader: DataLoader) -> int:
     """N: the rows a loader's passes go over. A sampler of a subset knows better than the data set."""
     try:
         n = len(loader.dataset)  # type: ignore[arg-type]
     except TypeError:
         raise ValueError("the DataLoader's dataset has no length, expected one: N scales the likelihood") from None
-    sampler = getattr(loader.batch_sampler, "sampler", None)
+    sampler = _sampler(loader)
+    if sampler is None:
+        warnings.warn(
+            f"the DataLoader's batch_sampler does not say what it samples: N is taken as all {n:,} rows of the data set",
+            stacklevel=5,
+        )
     if isinstance(sampler, SubsetRandomSampler):
         return len(sampler)
     if isinstance(sampler, WeightedRandomSampler):

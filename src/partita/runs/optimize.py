@@ -134,7 +134,7 @@ def find_step(
     with seeded(seed, device, target) as dev:
         plan = prepare(target, data, own, one, chains=first * per, batch_size=batch_size, init="module", device=dev)
         start = plan.step.energies.target.start("fresh", 1).to(dev)
-        best, _ = descend(plan.step.energies, plan.step.batches, start, map_steps, 1e-2)
+        best, _ = descend(replace(plan.step.energies, pieces=1), plan.step.batches, start, map_steps, 1e-2)
         chains = plan.step.init(best.expand(first * per, -1).clone())
         curve, ends = _heat(plan.step, chains, _between(low or LOW, high or HIGH, first, ends=True), per, steps)
         i = _last_cool(curve, limit)
@@ -146,7 +146,7 @@ def find_step(
         if i + 1 < first:
             warm = _take(ends, torch.arange(i * per, (i + 1) * per, device=dev).repeat(second))
             fine = _between(curve[i][0], curve[i + 1][0], second, ends=False)
-            curve = sorted(curve + _heat(plan.step, warm, fine, per, steps)[0])
+            curve = sorted(curve + _heat(plan.step, warm, fine, per, steps, before=steps)[0])
     sizes, heat, energy = zip(*curve)
     return StepSearch(sizes[_last_cool(curve, limit)], sizes, heat, energy, limit)
 
@@ -154,11 +154,15 @@ def find_step(
 Curve = list[tuple[float, float, float]]  # step size, heat over T, energy per datum
 
 
-def _heat(step: Step, chains: Chains, sizes: list[float], per: int, steps: int) -> tuple[Curve, Chains]:
-    """The curve over these step sizes, `per` chains each (inf where one diverged), and where the chains got to."""
+def _heat(
+    step: Step, chains: Chains, sizes: list[float], per: int, steps: int, before: int = 0
+) -> tuple[Curve, Chains]:
+    """The curve over these step sizes, `per` chains each (inf where one diverged), and where the chains got to; they have
+    taken about `before` such steps already."""
     n, T, history = len(sizes), step.temperature, step.structure.history
     rate = torch.tensor(sizes).to(chains.theta).repeat_interleave(per)[:, None]
     heat, energy = torch.zeros_like(rate[:, 0]), torch.zeros_like(rate[:, 0])
+    warmth: Tensor | float = 0.0
     for t in range(1, steps + 1):
         grad = step(chains, rate, 1.0)
         if history is not None and t % history.every == 0:
@@ -166,7 +170,9 @@ def _heat(step: Step, chains: Chains, sizes: list[float], per: int, steps: int) 
         if t > steps // 2:
             share = 1 / (steps - steps // 2)
             heat += share * step.sampler.heat(grad.g, chains.sampler, rate, T).mean(1) / T
+            warmth = warmth + share * step.sampler.warmth(rate[:, 0], before + t)
             energy += share * (grad.composed + grad.prior) / step.batches.N
+    heat = heat / warmth
     fine = (heat.isfinite() & energy.isfinite() & chains.theta.isfinite().all(1)).view(n, per).all(1)
     mean = lambda x: x.view(n, per).mean(1).masked_fill(~fine, math.inf).tolist()
     return list(zip(sizes, mean(heat), mean(energy))), chains

@@ -199,6 +199,7 @@ class _Loop:
     def _joint(self) -> Step:
         """The joint step that fills a history before anything is composed of it."""
         joint = Joint().bind(self.step.energies.target.space, self.plan.device)
+        joint = replace(joint, history=self.step.structure.history)  # never read, but written
         return replace(self.step, structure=joint, energies=replace(self.step.energies, pieces=1))
 
     def _keeps(self, t: int) -> bool:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partita.engine.batches import HEAD, RECALIBRATE, Batches, NoData
+from partita.engine.batches import HEAD, RECALIBRATE, Batches, Resident
 from partita.engine.step import Step
 from partita.runs.checks import check_target, gib, number, whole
 from partita.runs.choose import bytes_per_pass, choose_chains
-from partita.runs.inputs import make_batches
+from partita.runs.inputs import NoData, make_batches
 from partita.runs.loader import Loader
 from partita.samplers import SGLD, Sampler
 from partita.structure import Bound, Structure
@@ -49,7 +49,10 @@ def seeded(seed: int, device: str | torch.device, target: Target) -> Iterator[to
         raise ValueError(f"seed is {seed!r}, expected a whole number in [0, 2^32) (generators use 32 bits of it)")
     dev = device_of(device, target.space.values.device)
     cuda = list(range(torch.cuda.device_count())) if dev.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda):
+    if torch.is_inference_mode_enabled():
+        raise ValueError("torch.inference_mode() is on, expected off: sampling takes gradients")
+    where = torch.cuda.device(dev) if cuda else contextlib.nullcontext()
+    with torch.random.fork_rng(devices=cuda), where:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach the generators of unused devices
         if cuda:
             torch.cuda.manual_seed_all(seed)
@@ -140,7 +143,7 @@ def starting_points(
         from partita.runs.optimize import descend
 
         fresh = target.start("fresh", ensembles).to(dev)
-        best, _ = descend(step.energies, step.batches, fresh, MAP_STEPS, 1e-2)
+        best, _ = descend(replace(step.energies, pieces=1), step.batches, fresh, MAP_STEPS, 1e-2)
         if not bool(best.isfinite().all()):
             raise ValueError("init='map' diverged (NaN or inf), expected a finite energy around the fresh starts")
         theta = best.repeat_interleave(chains // ensembles, 0)
@@ -252,6 +255,10 @@ def _pieces(structure: Bound, batches: Batches) -> int:
         raise ValueError(
             f"share='split' got batch_size={batches.B} for {structure.passes} compositions a step, expected a multiple"
         )
+    if isinstance(batches, Loader) and not batches.shuffled:
+        raise ValueError("share='split' got a DataLoader that does not shuffle, expected one that does (shuffle=True)")
+    if isinstance(batches, Resident):
+        batches.shuffles = True
     return structure.passes
 
 

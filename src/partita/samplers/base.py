@@ -28,7 +28,10 @@ class Sampler(Protocol):
         """The state at θ [C, D]; scale [D] is the prior's."""
 
     def step(self, theta: Tensor, g: Tensor, state: State, rate: Rate, T: float, adapt: Rate) -> tuple[Tensor, State]:
-        """θ [C, D], g(θ) [C, D] -> the next θ and state."""
+        """θ [C, D], g(θ) [C, D] -> the next θ and state, in new tensors (or old ones as they are, never views of them)."""
 
     def heat(self, g: Tensor, state: State, rate: Rate, T: float) -> Tensor:
         """[C, D]: the temperature this step size leaves each coordinate at, estimated at one state (T when ε → 0)."""
+
+    def warmth(self, rate: Rate, t: int) -> Rate:
+        """The share of that heat it shows t steps after `init`: 1 unless it starts at rest."""

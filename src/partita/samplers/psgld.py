@@ -54,3 +54,6 @@ class PSGLD:
     def heat(self, g: Tensor, state: State, rate: Rate, T: float) -> Tensor:
         """T + (ε/4) E G g² (see SGLD.heat)."""
         return T + 0.25 * rate * precondition.matrix(state, self.beta) * g * g
+
+    def warmth(self, rate: Rate, t: int) -> Rate:
+        return 1.0

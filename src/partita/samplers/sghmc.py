@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -70,3 +71,7 @@ class SGHMC:
     def heat(self, g: Tensor, state: State, rate: Rate, T: float) -> Tensor:
         """E v², which is T when the step is small."""
         return state["v"] ** 2
+
+    def warmth(self, rate: Rate, t: int) -> Rate:
+        """1 - e^(-2γht): v starts at 0."""
+        return 1 - math.exp(-1) ** (2 * self.friction * t * rate)

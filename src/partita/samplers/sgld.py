@@ -37,3 +37,6 @@ class SGLD:
     def heat(self, g: Tensor, state: State, rate: Rate, T: float) -> Tensor:
         """T + (ε/4) E g², from the stationarity of E θ²: the discretisation and the gradient noise heat the chain."""
         return T + 0.25 * rate * g * g
+
+    def warmth(self, rate: Rate, t: int) -> Rate:
+        return 1.0

@@ -52,6 +52,9 @@ class History(Protocol):
     def init(self, theta: Tensor) -> State:
         """The state that holds θ⁰ [C, D] alone."""
 
+    def restart(self, state: State, theta: Tensor) -> None:
+        """Forget all but θ [C, D], in place."""
+
     def write(self, state: State, theta: Tensor) -> None:
         """See the next kept state θ [C, D], in place."""
 
@@ -97,8 +100,13 @@ class _Rows:
             rows = _pinned(shape, dtype, theta.device)
         else:
             rows = torch.zeros(shape, dtype=dtype, device=theta.device)
-        rows[:, 0] = theta.to(rows.dtype)
-        return {"rows": rows, "seen": torch.ones((), dtype=torch.long, device=theta.device)}
+        state = {"rows": rows, "seen": torch.ones((), dtype=torch.long, device=theta.device)}
+        self.restart(state, theta)
+        return state
+
+    def restart(self, state: State, theta: Tensor) -> None:
+        state["rows"][:, 0] = theta.to(state["rows"].dtype)  # no read reaches the others until they are written
+        state["seen"].fill_(1)
 
     def read(self, state: State, theta: Tensor, labels: Tensor, M: int, k: int) -> Tensor:
         rows = state["rows"]
@@ -184,8 +192,10 @@ class Ensemble:
     def init(self, theta: Tensor) -> State:
         return {}
 
-    def write(self, state: State, theta: Tensor) -> None:
+    def restart(self, state: State, theta: Tensor) -> None:
         return None
+
+    write = restart
 
     def read(self, state: State, theta: Tensor, labels: Tensor, M: int, k: int) -> Tensor:
         C, D = theta.shape

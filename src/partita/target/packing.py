@@ -1,6 +1,6 @@
 """θ in another order of its coordinates, in which a GPU finds every weight where and how its kernels want it.
 
-    ψ = θ[order]:   tensors of two axes and more, those of convolutions with their channels last in memory; then the rest
+    ψ = θ[order]:   tensors of two axes and more (norms aside), those of convolutions with the channels last; then the rest
 
 One gather and one cast (of the first part, for a network in bfloat16) make all weights; else each is copied and cast by
 itself, and again in the backward pass, which is a fifth of ResNet-20's kernels.
@@ -28,8 +28,8 @@ class Packing:
 
     @classmethod
     def of(cls, space: ParameterSpace, half: torch.dtype | None) -> Packing:
-        big = tuple(b for b in space.blocks if len(b.shape) > 1)
-        small = tuple(b for b in space.blocks if len(b.shape) < 2)
+        big = tuple(b for b in space.blocks if _is_big(b))
+        small = tuple(b for b in space.blocks if not _is_big(b))
         place = torch.arange(space.dim, device=space.values.device)
         order = torch.cat([_last(place[b.start : b.stop].view(b.shape)).flatten() for b in (*big, *small)])
         return cls(big, small, order, order.argsort(), half)
@@ -44,11 +44,15 @@ class Packing:
         return {b.name: self._view(b, p) for b, p in zip((*self.big, *self.small), parts)}
 
     def _view(self, b: Block, part: Tensor) -> Tensor:
-        wide = self.half is None or len(b.shape) < 2
+        wide = self.half is None or not _is_big(b)
         part = part.to(b.dtype) if wide else part
         if len(b.shape) < 4:
             return part.view(b.shape)
         return part.view(b.shape[0], *b.shape[2:], b.shape[1]).movedim(-1, 1)
+
+
+def _is_big(b: Block) -> bool:
+    return len(b.shape) > 1 and not b.is_norm_scale
 
 
 def _last(t: Tensor) -> Tensor:
