@@ -229,3 +229,20 @@ def test_noise_in_the_curve_is_pooled():
     assert _last_cool(heat(1.0, math.inf, 1.0, 1.0), 1.2) == 0  # one that diverged is no noise
     assert _last_cool(heat(1.3, 1.4), 1.2) == -1
     assert _last_cool(heat(1.0, 1.1), 1.2) == 1
+
+
+def test_find_step_tells_the_heat_that_builds_up_later():
+    """Noise of the gradient, sd s, heats SGHMC by hs²/2γ, at the pace of the friction: 500 small steps show a part of it.
+    U = 0 but for that noise, so the heat is T + hs²/(2γ) at any h."""
+
+    def noisy(theta):
+        push = 60 * torch.randn(theta.shape, dtype=theta.dtype)
+        return (push * theta).sum()
+
+    target = pt.Density(noisy, dim=300)
+    search = pt.find_step(target, sampler=pt.SGHMC, low=1e-5, high=1e-2, steps=500, limit=1.5)
+    exact = lambda h: 1 + h * 60**2 / 2
+    assert 0.5 < search.step_size / (2 * 0.5 / 60**2) < 2  # where exact(h) = 1.5
+    for h, heat in zip(search.steps, search.heat):
+        if 1e-4 * 8 < h < 5e-3:
+            assert heat == pytest.approx(exact(h), rel=0.35)

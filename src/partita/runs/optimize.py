@@ -151,6 +151,7 @@ def find_step(
     return StepSearch(sizes[_last_cool(curve, limit)], sizes, heat, energy, limit)
 
 
+FAINT = 0.2  # warmth below this extrapolates too far: such steps read colder than they will be, and are small anyway
 Curve = list[tuple[float, float, float]]  # step size, heat over T, energy per datum
 
 
@@ -172,7 +173,7 @@ def _heat(
             heat += share * step.sampler.heat(grad.g, chains.sampler, rate, T).mean(1) / T
             warmth = warmth + share * step.sampler.warmth(rate[:, 0], before + t)
             energy += share * (grad.composed + grad.prior) / step.batches.N
-    heat = heat / warmth
+    heat = heat / torch.as_tensor(warmth).clamp(min=FAINT)
     fine = (heat.isfinite() & energy.isfinite() & chains.theta.isfinite().all(1)).view(n, per).all(1)
     mean = lambda x: x.view(n, per).mean(1).masked_fill(~fine, math.inf).tolist()
     return list(zip(sizes, mean(heat), mean(energy))), chains
