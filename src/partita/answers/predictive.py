@@ -130,7 +130,8 @@ class Prediction:
     def _need(self, name: str) -> Tensor:
         if name not in self.draws:
             raise ValueError(
-                f"this prediction has no {name!r}, expected one of what it holds: {', '.join(sorted(self.draws))}"
+                f"this prediction has no {name!r}, expected one of what it holds: {', '.join(sorted(self.draws))} "
+                f"({'entropies are of classes: see .sd, .interval()' if name == 'probs' else 'it is of classes'})"
             )
         return self.draws[name]
 

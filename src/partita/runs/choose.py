@@ -145,8 +145,8 @@ def choose_chains(
     try:
         fast = replace(loop, how="vmap")
         two = part(batch, 0, 2)
-        with warnings.catch_warnings():  # torch says once a process that vmap runs some operations one by one
-            warnings.filterwarnings("ignore", "There is a performance drop")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop")  # vmap runs some operations one by one
             _, same = fast.likelihood(theta.unsqueeze(1).repeat(1, min(passes, 2), 1), two)
         fast.energy(theta, two)
         apart = float((same[:1, :1] - du).norm() / du.norm())

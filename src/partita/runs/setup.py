@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,7 +53,8 @@ def seeded(seed: int, device: str | torch.device, target: Target) -> Iterator[to
     if torch.is_inference_mode_enabled():
         raise ValueError("torch.inference_mode() is on, expected off: sampling takes gradients")
     where = torch.cuda.device(dev) if cuda else contextlib.nullcontext()
-    with torch.random.fork_rng(devices=cuda), where:
+    with torch.random.fork_rng(devices=cuda), where, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")  # vmap runs some operations one by one
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach the generators of unused devices
         if cuda:
             torch.cuda.manual_seed_all(seed)
@@ -168,8 +170,10 @@ def _check_start(target: Target, init: Any, chains: int, spread: float | None) -
     dim = target.space.dim
     if tuple(given.shape) not in ((dim,), (chains, dim)):
         raise ValueError(f"init has shape {list(given.shape)}, expected [{dim}] or [{chains}, {dim}]")
-    if given.is_complex() or given.dtype == torch.bool or not bool(given.isfinite().all()):
-        raise ValueError(f"init holds NaN, inf or {given.dtype} numbers, expected finite real ones")
+    if given.is_complex() or given.dtype == torch.bool:
+        raise ValueError(f"init holds {given.dtype} numbers, expected real ones")
+    if not bool(given.isfinite().all()):
+        raise ValueError("init holds NaN or inf, expected finite numbers")
     return given
 
 
