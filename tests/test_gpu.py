@@ -235,29 +235,17 @@ def test_a_loader_feeds_a_graph_through_its_buffer():
 def test_augmentation_runs_in_the_graph_and_differs_from_step_to_step():
     data, _ = pt.data.digits()
     x = (data[0].reshape(-1, 1, 8, 8)[:64], data[1][:64])
-    seen = pt.sample(
-        conv_posterior(),
-        x,
-        sampler=pt.SGLD(1e-5),
-        steps=8,
-        chains=1,
-        batch_size=64,
-        device="cuda",
-        engine="graph",
-        augment=pt.data.CropFlip(pad=2),
-        thin=1,
-    )
-    plain = pt.sample(
-        conv_posterior(),
-        x,
-        sampler=pt.SGLD(1e-5),
-        steps=8,
-        chains=1,
-        batch_size=64,
-        device="cuda",
-        engine="graph",
-        thin=1,
-    )
+    go = {
+        "sampler": pt.SGLD(1e-5),
+        "steps": 8,
+        "chains": 1,
+        "batch_size": 64,
+        "thin": 1,
+        "device": "cuda",
+        "engine": "graph",
+    }
+    seen = pt.sample(conv_posterior(), x, augment=pt.data.CropFlip(pad=2), **go)
+    plain = pt.sample(conv_posterior(), x, **go)
     assert seen.settings["engine"] == plain.settings["engine"] == "graph", seen.settings["engine_why"]
     assert not torch.equal(seen.samples, plain.samples)
 

@@ -301,3 +301,17 @@ def test_host_is_true_or_false_and_changes_nothing_on_the_cpu(history):
     a, b = history(4).init(theta), history(4, host=True).init(theta)
     assert all(torch.equal(a[k], b[k]) for k in a)
     assert not Ensemble().host
+
+
+@pytest.mark.parametrize("history", [Window(4), Reservoir(4)], ids=str)
+def test_restarting_forgets_in_place(history):
+    """Without a second set of rows, which could be as large as the memory that is left."""
+    state = history.init(torch.zeros(2, 3))
+    for t in range(9):
+        history.write(state, torch.full((2, 3), float(t + 1)))
+    places = {k: v.data_ptr() for k, v in state.items()}
+    history.restart(state, torch.full((2, 3), -1.0))
+    assert {k: v.data_ptr() for k, v in state.items()} == places
+    assert int(state["seen"]) == 1
+    past = history.read(state, torch.zeros(2, 3), torch.arange(3), 3, 50)
+    assert torch.equal(past, torch.full_like(past, -1.0))

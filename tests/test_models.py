@@ -1,5 +1,7 @@
 """The small networks: sizes, names, shapes, and what they refuse."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -119,3 +121,10 @@ def test_wrong_arguments_say_what_was_expected(call, says):
     with pytest.raises(ValueError, match=says) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("norm", ["frn", "group", "batch"])
+def test_nan_in_is_nan_out(norm):
+    """An activation that picks the larger of two must not pick its threshold over NaN: overflow would look confident."""
+    net = resnet(3, 4, depth=8, width=8, norm=norm)
+    assert net(torch.full((2, 3, 8, 8), math.nan)).isnan().all()

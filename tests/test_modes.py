@@ -215,9 +215,8 @@ def test_without_a_compiler_the_run_is_eager_and_says_so(monkeypatch):
     assert "compiler" in run.settings["engine_why"].lower(), run.settings["engine_why"]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA, where a graph is a graph")
 def test_a_graph_without_cuda_is_compiled_code_and_says_so():
-    if torch.cuda.is_available():
-        pytest.skip("has CUDA")
     run = pt.sample(
         posterior(),
         (X, Y),
