@@ -197,6 +197,21 @@ def test_a_saved_state_goes_on_as_if_it_had_never_stopped(kind: type) -> None:
     assert torch.equal(a, b)
 
 
+def test_what_is_unread_changes_nothing_that_is_read() -> None:
+    history = Window(5)
+    state = history.init(torch.zeros(2, 40))
+    for s in range(1, 5):
+        history.write(state, torch.full((2, 40), float(s)))
+    unread = torch.rand(2, 3, 40) < 0.5
+    torch.manual_seed(0)
+    every = history.read(state, torch.zeros(2, 40), torch.arange(40), 40, 3)
+    torch.manual_seed(0)
+    some = history.read(state, torch.zeros(2, 40), torch.arange(40), 40, 3, unread)
+    assert torch.equal(some[~unread], every[~unread])
+    assert every[unread].any()
+    assert not some[unread].any()  # all from one row
+
+
 # ----------------------------------------------------------------------------------------------------------- ensembles
 @pytest.mark.parametrize("size, C, k", [(None, 6, 2), (2, 6, 3), (3, 6, 1), (6, 6, 2)])
 def test_an_ensemble_reads_its_own_present_states_uniformly_itself_included(size: int | None, C: int, k: int) -> None:

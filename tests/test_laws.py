@@ -128,7 +128,7 @@ class BernoulliRateForTheConditional(masks.Bernoulli):
 class NotItself(Ensemble):
     """The ensemble without the chain itself."""
 
-    def read(self, state, theta, labels, M, k):
+    def read(self, state, theta, labels, M, k, unread=None):
         C, D = theta.shape
         size = C // self.ensembles(C)
         own = torch.arange(C)[:, None, None] % size

@@ -306,7 +306,7 @@ class Diary:
     def write(self, state, theta):
         self.seen.append(("write", theta.clone()))
 
-    def read(self, state, theta, labels, M, k):
+    def read(self, state, theta, labels, M, k, unread=None):
         return torch.zeros(theta.shape[0], k, theta.shape[1])
 
 

@@ -207,7 +207,7 @@ class Coins:
     def write(self, state, theta):
         return None
 
-    def read(self, state, theta, labels, M, k):
+    def read(self, state, theta, labels, M, k, unread=None):
         return (torch.rand(theta.shape[0], k, M) < 0.5).to(theta.dtype)[:, :, labels]
 
 

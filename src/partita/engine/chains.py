@@ -56,11 +56,16 @@ class Energies:
         parts = [self._vmap(phi[a : a + width], part(batch, a, width)) for a in range(0, phi.shape[0], width)]
         return parts[0] if len(parts) == 1 else (torch.cat([u for u, _ in parts]), torch.cat([g for _, g in parts]))
 
-    def prior(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """θ [C, D] -> U_prior [C], ∇U_prior [C, D]."""
-        if not self.target.has_prior:
-            return torch.zeros_like(theta[:, 0]), torch.zeros_like(theta)
-        return _gradients(vmap, self.target.prior_energy, theta)
+    def prior(self, theta: Tensor) -> Tensor:
+        """θ [C, D] -> ∇U_prior [C, D]."""
+        return (
+            _gradients(vmap, self.target.prior_energy, theta)[1] if self.target.has_prior else torch.zeros_like(theta)
+        )
+
+    def prior_energy(self, theta: Tensor) -> Tensor:
+        """θ [C, D] -> U_prior [C], apart from the step, which needs its gradient alone."""
+        with torch.no_grad():
+            return vmap(self.target.prior_energy)(theta)
 
     def energy(self, theta: Tensor, batch: Batch) -> Tensor:
         """θ [C, D] -> U_lik [C] on the whole batch, without a gradient."""

@@ -50,8 +50,8 @@ def descend(energies: Energies, batches: Batches, theta: Tensor, steps: int, lr:
     m, v, met = torch.zeros_like(theta), torch.zeros_like(theta), []
     for t in range(1, steps + 1):
         u, du = energies.likelihood(theta.unsqueeze(1), batches.draw(theta.shape[0]))
-        u0, g0 = energies.prior(theta)
-        g = (du.squeeze(1) + g0) / batches.N
+        u0 = energies.prior_energy(theta)
+        g = (du.squeeze(1) + energies.prior(theta)) / batches.N
         m, v = m + 0.1 * (g - m), v + 0.001 * (g * g - v)
         rate = lr * 0.5 * (1 + math.cos(math.pi * (t - 1) / steps))
         theta = theta - rate * m / (1 - 0.9**t) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
@@ -172,7 +172,7 @@ def _heat(
             share = 1 / (steps - steps // 2)
             heat += share * step.sampler.heat(grad.g, chains.sampler, rate, T).mean(1) / T
             warmth = warmth + share * step.sampler.warmth(rate[:, 0], before + t)
-            energy += share * (grad.composed + grad.prior) / step.batches.N
+            energy += share * (grad.composed + step.energies.prior_energy(chains.theta)) / step.batches.N
     heat = heat / torch.as_tensor(warmth).clamp(min=FAINT)
     fine = (heat.isfinite() & energy.isfinite() & chains.theta.isfinite().all(1)).view(n, per).all(1)
     mean = lambda x: x.view(n, per).mean(1).masked_fill(~fine, math.inf).tolist()

@@ -31,6 +31,7 @@ from partita.runs.setup import Plan, available_memory, prepare, seeded
 from partita.runs.torchstate import switched
 from partita.samplers import Sampler
 from partita.structure import Joint, Structure
+from partita.structure.gradient import Gradient
 from partita.target import Posterior, Target
 
 KEEP = 2 * 2**30  # bytes of draws that keep="auto" allows
@@ -173,14 +174,14 @@ class _Loop:
                     self.temperature.see(before, grad.g)
                     self.heat += self.sampler.heat(grad.g, chains.sampler, rate, self.step.temperature)
                 if t % CHECK_EVERY == 0 or t in (1, self.steps) or self._keeps(t):
-                    self._check(chains, grad.composed + grad.prior, t, good, good_at)
+                    self._check(chains, self._energy(grad), t, good, good_at)
                     good, good_at = chains.theta.clone(), t
                 if self._keeps(t):
                     self._keep(chains, t)
                 if t % monitor_every == 0 or t == self.steps:
                     self._watch(chains, monitors, t, time.perf_counter() - began)
                 if bar.due(t):
-                    bar.update(t, float((grad.composed + grad.prior).mean()) / self.step.batches.N)
+                    bar.update(t, float(self._energy(grad).mean()) / self.step.batches.N)
                 if self.stopped is not None:
                     break
         except KeyboardInterrupt:
@@ -201,6 +202,10 @@ class _Loop:
         joint = Joint().bind(self.step.energies.target.space, self.plan.device)
         joint = replace(joint, history=self.step.structure.history)  # never read, but written
         return replace(self.step, structure=joint, energies=replace(self.step.energies, pieces=1))
+
+    def _energy(self, grad: Gradient) -> Tensor:
+        """U [C]: of the likelihood as the step met it, of the prior at the states it led to."""
+        return grad.composed + self.step.energies.prior_energy(self.chains.theta)
 
     def _keeps(self, t: int) -> bool:
         return t > self.burn_in and (t - self.burn_in) % self.thin == 0

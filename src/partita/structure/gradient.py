@@ -27,14 +27,13 @@ from partita.target.space import ParameterSpace
 Likelihood = Callable[
     [Tensor, int], tuple[Tensor, Tensor]
 ]  # φ_a, φ_a+1, … [C, k, D], a -> U_lik [C, k], ∇U_lik [C, k, D]
-Prior = Callable[[Tensor], tuple[Tensor, Tensor]]  # θ [C, D] -> U_prior [C], ∇U_prior [C, D]
+Prior = Callable[[Tensor], Tensor]  # θ [C, D] -> ∇U_prior [C, D]
 
 
 class Gradient(NamedTuple):
-    """g [C, D]; `prior` U_prior(θ) [C]; `composed` the mean over the compositions of U_lik(φ) [C]."""
+    """g [C, D]; `composed` the mean over the compositions of U_lik(φ) [C]."""
 
     g: Tensor
-    prior: Tensor
     composed: Tensor
 
 
@@ -68,15 +67,15 @@ class Bound(ABC):
     def gradient(self, theta: Tensor, state: State, likelihood: Likelihood, prior: Prior, chunk: int) -> Gradient:
         """g(θ), `chunk` compositions at a time."""
         r = self.masks(theta.shape[0])
-        u0, g = prior(theta)
-        composed = torch.zeros_like(u0)
+        g = prior(theta)
+        composed = torch.zeros_like(g[:, 0])
         for a in range(0, self.passes, chunk):
             k = torch.arange(a, min(a + chunk, self.passes), device=theta.device)
             phi, r_k = self.compose(theta, state, r, k)
             u, du = likelihood(phi, a)
             g = g + self.masked(r_k, du)
             composed = composed + u.sum(1) / self.passes
-        return Gradient(g, u0, composed)
+        return Gradient(g, composed)
 
 
 class Structure(Protocol):
@@ -145,9 +144,8 @@ def _draw(mask: Mask, C: int, M: int, device: torch.device) -> Tensor:
     return mask.sample(C, M, device) if kept is None else kept(C, M, device)
 
 
-def _spread(r: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
-    """The masks `rows` of what _draw gives, over coordinates: [C, k, D]."""
-    r = r.index_select(1, rows)
+def _spread(r: Tensor, labels: Tensor) -> Tensor:
+    """Masks as _draw gives them over coordinates: [C, k, D]."""
     return r[:, :, None] == labels if r.dim() == 2 else r[:, :, labels]
 
 
@@ -163,9 +161,11 @@ class BoundStructured(Bound):
         assert r is not None
         assert self.history is not None
         labels, M, J = self.groups.labels, self.groups.count, self.past
-        r_k = _spread(r, k // J, labels)
+        r = r.index_select(1, k // J)
+        unread = r if r.dtype == torch.bool else None
+        r_k = _spread(r, labels)
         present = theta.unsqueeze(1)
-        past = self.history.read(state, theta, labels, M, k.shape[0])
+        past = self.history.read(state, theta, labels, M, k.shape[0], unread)
         return torch.where(r_k, present, past) if r_k.dtype == torch.bool else past + r_k * (present - past), r_k
 
     def masked(self, r_k: Tensor | None, du: Tensor) -> Tensor:

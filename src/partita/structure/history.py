@@ -58,8 +58,9 @@ class History(Protocol):
     def write(self, state: State, theta: Tensor) -> None:
         """See the next kept state θ [C, D], in place."""
 
-    def read(self, state: State, theta: Tensor, labels: Tensor, M: int, k: int) -> Tensor:
-        """θ̃ [C, k, D]: an independent row for each chain, composition and group."""
+    def read(self, state: State, theta: Tensor, labels: Tensor, M: int, k: int, unread: Tensor | None = None) -> Tensor:
+        """θ̃ [C, k, D]: an independent row for each chain, composition and group. Of groups that are `unread` [C, k, M]
+        nothing is looked at, so that any value will do."""
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,13 @@ class _Rows:
         state["rows"][:, 0] = theta.to(state["rows"].dtype)  # no read reaches the others until they are written
         state["seen"].fill_(1)
 
-    def read(self, state: State, theta: Tensor, labels: Tensor, M: int, k: int) -> Tensor:
+    def read(self, state: State, theta: Tensor, labels: Tensor, M: int, k: int, unread: Tensor | None = None) -> Tensor:
         rows = state["rows"]
         n = state["seen"].clamp(max=self.R)  # while filling: only rows that hold a state, each equally likely
         u = torch.rand(theta.shape[0], k, M, device=theta.device)
         row = torch.minimum((u * n).long(), n - 1)  # [C, k, M]; rounding must not reach n
+        if unread is not None:  # reads from one row share memory sectors; from a row each they do not
+            row = row.masked_fill(unread, 0)
         return rows.gather(1, row[:, :, labels]).to(theta.dtype)
 
 
@@ -197,7 +200,7 @@ class Ensemble:
 
     write = restart
 
-    def read(self, state: State, theta: Tensor, labels: Tensor, M: int, k: int) -> Tensor:
+    def read(self, state: State, theta: Tensor, labels: Tensor, M: int, k: int, unread: Tensor | None = None) -> Tensor:
         C, D = theta.shape
         E = self.ensembles(C)
         size = C // E
