@@ -58,14 +58,12 @@ class Energies:
 
     def prior(self, theta: Tensor) -> Tensor:
         """θ [C, D] -> ∇U_prior [C, D]."""
-        return (
-            _gradients(vmap, self.target.prior_energy, theta)[1] if self.target.has_prior else torch.zeros_like(theta)
-        )
+        f = self.target.prior_energy
+        return _gradients(vmap, f, theta)[1] if self.target.has_prior else torch.zeros_like(theta)
 
     def prior_energy(self, theta: Tensor) -> Tensor:
         """θ [C, D] -> U_prior [C], apart from the step, which needs its gradient alone."""
-        with torch.no_grad():
-            return vmap(self.target.prior_energy)(theta)
+        return vmap(self.target.prior_energy)(theta)
 
     def energy(self, theta: Tensor, batch: Batch) -> Tensor:
         """θ [C, D] -> U_lik [C] on the whole batch, without a gradient."""
