@@ -66,8 +66,6 @@ def engine(
         if not choice.fell_back:
             for write in (False, True):  # both kinds of step are compiled
                 choice.engine.advance(states, EPS, 0.0, write and plan.step.structure.history is not None)
-    if isinstance(choice.engine, Graph):
-        choice.engine.warm.clear()
     if choice.fell_back:
         raise RuntimeError(choice.why)
     history, t = plan.step.structure.history, 0
@@ -75,6 +73,10 @@ def engine(
     def advance(steps: int) -> None:
         nonlocal t
         with switched(precision):
+            if t == 0 and isinstance(choice.engine, Graph):  # kernels are chosen and graphs captured
+                choice.engine.warm.clear()
+                for write in (False, False, history is not None, history is not None):
+                    choice.engine.advance(states, EPS, 0.0, write)
             for _ in range(steps):
                 t += 1
                 choice.engine.advance(states, EPS, 0.0, history is not None and t % history.every == 0)

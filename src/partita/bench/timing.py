@@ -18,7 +18,7 @@ import torch
 
 Advance = Callable[[int], float | None]  # takes so many steps; the seconds they took, where not all of the call counts
 
-STARTED, PATIENCE = time.perf_counter(), 105.0  # seconds
+STARTED, PATIENCE = time.perf_counter(), 400.0  # seconds
 PEERS = ("torch", "jax", "blackjax", "posteriors")
 
 
@@ -71,15 +71,20 @@ def measure(
         try:
             with _turn(turns, r.alone):
                 advance = r.make()
-                each = _time(advance, r.unit)
+                if r.alone:
+                    advance(r.unit)
+            row.setup_s = time.perf_counter() - began
+            ready.append((r, row, advance))
         except Exception as e:
-            said = str(e).strip().splitlines() or [""]
-            row.failed = f"{type(e).__name__}: {said[0][:160]}"
-            continue
-        row.setup_s = time.perf_counter() - began
-        ready.append((r, row, advance, each))
-    for r, row, advance, each in ready:
+            row.failed = _said(e)
+    for r, row, advance in list(ready):
         with _turn(turns):
+            try:
+                each = _time(advance, r.unit)
+            except Exception as e:
+                row.failed = _said(e)
+                ready.remove((r, row, advance))
+                continue
             for share in (0.1, 0.5, 1.0):  # the first steps are slow ones
                 row.steps = r.unit * max(1, int(share * block_s / each / r.unit))
                 each = _time(advance, row.steps) if each * row.steps < 2 * block_s else each
@@ -87,12 +92,17 @@ def measure(
     for n in range(blocks):
         if n >= 3 and spent > limit_s:
             break
-        for _, row, advance, _ in ready:
+        for _, row, advance in ready:
             with _turn(turns):
                 each = _time(advance, row.steps)
             row.ms.append(1e3 * each)
             spent += each * row.steps
     return rows
+
+
+def _said(e: Exception) -> str:
+    said = str(e).strip().splitlines() or [""]
+    return f"{type(e).__name__}: {said[0][:160]}"
 
 
 @contextlib.contextmanager
