@@ -13,7 +13,7 @@ from partita.engine.modes import Graph
 from partita.runs.choose import choose_engine
 from partita.runs.sampling import sample
 from partita.runs.setup import prepare
-from partita.runs.torchstate import switched
+from partita.runs.torchstate import awake, switched
 from partita.samplers import Sampler
 from partita.structure import Structure
 from partita.target import Categorical, Normal, Posterior
@@ -75,6 +75,7 @@ def engine(
         with switched(precision):
             if t == 0 and isinstance(choice.engine, Graph):  # kernels are chosen and graphs captured
                 choice.engine.warm.clear()
+                awake(at.device)
                 for write in (False, False, history is not None, history is not None):
                     choice.engine.advance(states, EPS, 0.0, write)
             for _ in range(steps):

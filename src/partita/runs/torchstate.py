@@ -59,6 +59,16 @@ def seconds(f: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - began
 
 
+def awake(device: torch.device, s: float = 0.2) -> None:
+    """Keep a GPU busy until its clock is up: kernels compared while it climbs are compared unfairly."""
+    end = time.perf_counter() + s
+    while device.type == "cuda" and time.perf_counter() < end:
+        x = torch.ones(2048, 2048, device=device)
+        for _ in range(20):
+            torch.mm(x, x)
+        _wait(device)
+
+
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
