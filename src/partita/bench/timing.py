@@ -18,7 +18,7 @@ import torch
 
 Advance = Callable[[int], float | None]  # takes so many steps; the seconds they took, where not all of the call counts
 
-STARTED, PATIENCE = time.perf_counter(), 400.0  # seconds
+STARTED, PATIENCE = time.perf_counter(), 150.0  # seconds
 PEERS = ("torch", "jax", "blackjax", "posteriors")
 
 
