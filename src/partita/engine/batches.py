@@ -39,8 +39,15 @@ class Batches(Protocol):
     def inputs(self, rows: int) -> Iterator[Any]:
         """About `rows` inputs in batches of B, always the same ones (to recalibrate BatchNorm with)."""
 
+    def state(self) -> dict[str, Tensor]:
+        """What the next batches depend on, beside torch's random state."""
+        return {}
 
-class Resident:
+    def restore(self, state: dict[str, Tensor]) -> None:
+        return None
+
+
+class Resident(Batches):
     """Tensors on the device; B of N rows with replacement, or all of them."""
 
     def __init__(self, x: Any, y: Tensor, batch_size: int):

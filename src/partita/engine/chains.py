@@ -53,7 +53,8 @@ class Energies:
         if self.how != "vmap":
             return self._loop(phi, batch)
         width = self.width or phi.shape[0]
-        parts = [self._vmap(phi[a : a + width], part(batch, a, width)) for a in range(0, phi.shape[0], width)]
+        cuts = [slice(a, a + width) for a in range(0, phi.shape[0], width)]
+        parts = [self._vmap(phi[s], pick(batch, s)) for s in cuts]
         return parts[0] if len(parts) == 1 else (torch.cat([u for u, _ in parts]), torch.cat([g for _, g in parts]))
 
     def prior(self, theta: Tensor) -> Tensor:
@@ -142,9 +143,5 @@ def _side_by_side(device: torch.device, passes: int) -> Iterator[Callable[[int],
         here.wait_stream(s)
 
 
-def part(batch: Batch, start: int, count: int) -> Batch:
-    return None if batch is None else map_tree(lambda t: t[start : start + count], batch)
-
-
-def pick(batch: Batch, c: int) -> Batch:
+def pick(batch: Batch, c: int | slice) -> Batch:
     return None if batch is None else map_tree(lambda t: t[c], batch)

@@ -24,12 +24,12 @@ from partita.target import Batch
 from partita.target.trees import leaves, map_tree, zip_trees
 
 WHOLE = 4  # so many chunks are unrolled into one compiled step
-# Options that torch's compiler takes. Random numbers: its own are slow on the CPU. Asserts: shapes never change here.
-PLAIN: dict[str, Any] = {"fallback_random": True, "size_asserts": False, "alignment_asserts": False}
-SAFE = {**PLAIN, "triton.mix_order_reduction": False}  # which fails on ResNet-20 (torch 2.11), and gains nothing there
+# Inductor's own random numbers are slow on the CPU; shapes never change; reductions in two orders fail on ResNet-20.
+OFF = "size_asserts", "alignment_asserts", "triton.mix_order_reduction"
+SAFE: dict[str, Any] = {"fallback_random": True, **dict.fromkeys(OFF, False)}
 SILENT = {"autotune_num_choices_displayed": 0, "max_autotune_report_choices_stats": False}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "cpu": {**PLAIN, "cpp_wrapper": True},
+    "cpu": {**SAFE, "cpp_wrapper": True},
     "cuda": {**SAFE, "combo_kernels": True, "max_autotune_gemm": True, **SILENT},
 }
 
@@ -57,11 +57,8 @@ class Compiled:
 
     def advance(self, chains: Chains, rate: float, adapt: float, write: bool) -> Gradient:
         batch = None if self.batches.inside else self.batches.draw(chains.theta.shape[0])
-        return (
-            self.run(chains, rate, adapt, batch, write)
-            if self.fits(batch)
-            else self.step(chains, rate, adapt, batch, write)
-        )
+        go = self.run if self.fits(batch) else self.step
+        return go(chains, rate, adapt, batch, write)
 
     def run(self, chains: Chains, rate: float, adapt: float, batch: Batch, write: bool) -> Gradient:
         self.dial(rate, adapt)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partita.engine.chains import Energies, part
+from partita.engine.chains import Energies, pick
 from partita.engine.modes import Compiled, Eager, Graph, captured
 from partita.engine.step import Chains, Step
 from partita.runs.torchstate import seconds, unchanged
@@ -126,12 +126,12 @@ def choose_chains(
     theta = theta + 1e-3 * torch.linspace(-1, 1, theta.shape[1]).to(theta)
     try:
         try:
-            u, du = loop.likelihood(theta[:1].unsqueeze(1), part(batch, 0, 1))
+            u, du = loop.likelihood(theta[:1].unsqueeze(1), pick(batch, slice(1)))
         except Exception:
             if packed is None:
                 raise
             loop = replace(loop, packed=None)  # a module may insist on the dtype of its own tensors
-            u, du = loop.likelihood(theta[:1].unsqueeze(1), part(batch, 0, 1))
+            u, du = loop.likelihood(theta[:1].unsqueeze(1), pick(batch, slice(1)))
     except Exception as e:
         raise ValueError(f"the gradient of the likelihood failed, expected one: {_first_line(e)}") from e
     if target.needs_data and not bool(du.any()) and bool(u.isfinite().all()):
@@ -144,7 +144,7 @@ def choose_chains(
         return replace(loop, how=how), None
     try:
         fast = replace(loop, how="vmap")
-        two = part(batch, 0, 2)
+        two = pick(batch, slice(2))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "There is a performance drop")  # vmap runs some operations one by one
             _, same = fast.likelihood(theta.unsqueeze(1).repeat(1, min(passes, 2), 1), two)

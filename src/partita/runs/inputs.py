@@ -19,7 +19,7 @@ from partita.target.trees import leaves, map_tree
 DATASET_LIMIT = 4 * 2**30  # bytes: a larger Dataset belongs in a DataLoader
 
 
-class NoData:
+class NoData(Batches):
     """For a Density."""
 
     N = B = 1

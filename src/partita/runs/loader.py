@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sized
-from itertools import chain, cycle, islice
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -40,14 +41,14 @@ class Loader:
         self.loader, self.device, self.B = loader, device, 0
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.check: Callable[[Tensor], None] | None = None  # of the targets of every batch to come
-        self._stream = self._forever()
-        self._first = next(self._stream)
-        self._stream = chain([self._first], self._stream)
+        self._source = self._forever()
+        self._first = next(self._source)
+        self._ahead = deque([self._first])  # looked up, not yet drawn
         self._last = [self._first]
         self._inputs: list[Any] = []
 
     def draw(self, C: int) -> Batch:
-        self._last = list(islice(self._stream, C))
+        self._last = [self._ahead.popleft() if self._ahead else next(self._source) for _ in range(C)]
         return self._send(zip_trees(torch.stack, self._last))
 
     def look(self, C: int) -> Batch:
@@ -63,10 +64,27 @@ class Loader:
     def inputs(self, rows: int) -> Iterator[Any]:
         """Looked up once and put back: a second pass beside the first would move the loader's random state."""
         if not self._inputs:
-            ahead = list(islice(self._stream, max(rows // self.B, 1)))
-            self._stream = chain(ahead, self._stream)
-            self._inputs = [self._send(x) for x, _ in ahead]
+            few = max(rows // self.B, 1)
+            self._ahead.extend(islice(self._source, max(few - len(self._ahead), 0)))
+            self._inputs = [self._send(x) for x, _ in islice(self._ahead, few)]
         return iter(self._inputs)
+
+    def state(self) -> dict[str, Tensor]:
+        """The place in the present pass, and the random numbers the pass began with."""
+        place = torch.tensor([self._seen, len(self._ahead)])
+        return {"place": place, **{f"began.{k}": v for k, v in self._began.items()}}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go through the present pass again, up to that place. Moves torch's random state, as the pass did."""
+        seen, ahead = state["place"].tolist()
+        torch.set_rng_state(state["began.cpu"])
+        if self.loader.generator is not None and "began.own" in state:
+            self.loader.generator.set_state(state["began.own"])
+        self._source, self._ahead = self._forever(), deque(maxlen=ahead)
+        self._seen = 0
+        while self._seen < seen:
+            self._ahead.append(next(self._source))
+        self._ahead = deque(self._ahead)
 
     def _pair(self, batch: Any, number: int) -> tuple[Any, Tensor]:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
@@ -96,8 +114,10 @@ class Loader:
 
     def _forever(self) -> Iterator[tuple[Any, Tensor]]:
         while True:
-            full = 0
+            full, self._seen, own = 0, 0, self.loader.generator
+            self._began = {"cpu": torch.get_rng_state(), **({} if own is None else {"own": own.get_state()})}
             for number, batch in enumerate(self.loader):
+                self._seen = number + 1
                 x, y = self._pair(batch, number)
                 self.B = self.B or int(y.shape[0])
                 if y.shape[0] == self.B:
