@@ -8,15 +8,15 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test laws laws-full clean
+.PHONY: help install demo test torture laws laws-full clean
 
 help: ## print these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
 install: $(STAMP) ## make .venv with Partita and its development tools in it
 
-demo: $(STAMP) ## sample the posterior of a small network on the bundled digits
-	@$(BIN)/partita demo
+demo: $(STAMP) ## sample, save and report the posterior of a small network on the bundled digits
+	@$(BIN)/partita run digits
 
 test: export OMP_NUM_THREADS := 1
 test: export MKL_NUM_THREADS := 1
@@ -26,13 +26,16 @@ test: $(STAMP) ## style, format, types, then the tests
 	$(BIN)/mypy
 	$(BIN)/pytest -n $(JOBS) --dist worksteal
 
+torture: $(STAMP) ## kill, damage and starve run folders, the long form of tests/test_store_faults.py
+	@$(BIN)/python tests/torture_store.py
+
 laws: $(STAMP) ## every sampler, mask and history against its known answer, the short table
 	@$(BIN)/partita laws
 
 laws-full: $(STAMP) ## the same with long chains, written to docs/laws-full.md
 	@$(BIN)/partita laws --full --out docs/laws-full.md
 
-clean: ## remove caches, build and demo output (.venv and runs/ stay)
+clean: ## remove caches and build output (.venv and runs/ stay)
 	rm -rf build dist demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./.venv -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 

@@ -330,6 +330,9 @@ WRONG = {
     "augment": tuple((v, r"augment is .*, expected a function") for v in ("flip", 4, pt.data.CropFlip)),
     "keep": tuple((v, r"keep is .*, expected 'auto' or 'all'") for v in ("none", None, 10)),
     "memory": tuple((v, r"memory is .*, expected a whole number of bytes") for v in (0, 1e9, "1 GB")),
+    "out": tuple((v, r"out is .*, expected a folder") for v in (3, True, ["runs"])),
+    "rows": tuple((v, r"rows is .*, expected 'float32' or 'bfloat16'") for v in ("float16", 2, "float32")),
+    "recipe": tuple((v, r"recipe is .*, expected the text of a recipe") for v in (3, {"run": {}})),
     "progress": tuple((v, r"progress is .*, expected True, False or None") for v in ("no", 3)),
 }
 ROWS = [(argument, value, match) for argument, rows in WRONG.items() for value, match in rows]

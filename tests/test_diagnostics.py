@@ -1,5 +1,6 @@
 """Chain diagnostics against ArviZ, against loops that follow the formulas, and against known AR(1) answers."""
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from partita.answers import diagnostics
 from partita.answers.diagnostics import ess, iac, mcse, rhat
+from partita.bench.diagnostics import beside_arviz
 
 SIZES = [(2, 4), (2, 5), (2, 6), (3, 7), (2, 8), (2, 9), (4, 11), (3, 101), (4, 500), (2, 777)]
 MEASURES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -226,3 +228,110 @@ def test_wrong_shape_is_one_clear_line(name: str, shape: tuple[int, ...]) -> Non
 def test_unknown_kind() -> None:
     with pytest.raises(ValueError, match="kind is 'sd'; expected one of 'bulk', 'tail', 'mean'"):
         ess(torch.zeros(2, 10), "sd")
+
+
+# ------------------------------------------------------------------------------------------- long chains, and in one pass
+LONG = [(3, 3001), (2, 20001)]  # odd; halves beyond SHORT; N on both sides of RADIX
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("chains, draws", LONG)
+def test_one_pass_over_long_chains_agrees_with_arviz(chains: int, draws: int, dtype: torch.dtype) -> None:
+    """Scores and indicators are float32 there, lags first end at n/10: from antithetic chains to one that never mixes."""
+    x = torch.cat([ar1(a, chains, draws, 1, seed) for seed, a in enumerate((-0.8, 0.0, 0.97, 0.9999))], dim=-1)
+    x = torch.cat((x, x[..., 2:3].round(), x[..., 1:2].tan(), -(x[..., 2:3] > 1).double(), 1e-4 * x[..., 1:2] + 10), -1)
+    x = x.to(dtype)
+    names = {"rhat": "rhat", "ess_bulk": "bulk", "ess_tail": "tail", "ess_mean": "mean", "mcse": "mcse"}
+    found = diagnostics.diagnose(x, tuple(names))
+    for name, theirs in names.items():
+        np.testing.assert_allclose(found[name].numpy(), arviz(theirs, x), rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("draws", [40, 1601])
+def test_one_pass_gives_what_each_function_gives(draws: int) -> None:
+    x = inputs(3, draws)[..., ::7].reshape(3, draws, 3, 3)
+    x[1, 5, 2, 2] = math.nan
+    found = diagnostics.diagnose(x)
+    assert list(found) == ["rhat", "ess_bulk", "ess_tail", "mcse", "iac"]
+    alone = {"rhat": rhat(x), "ess_bulk": ess(x), "ess_tail": ess(x, "tail"), "mcse": mcse(x), "iac": iac(x)}
+    for name, expected in alone.items():
+        torch.testing.assert_close(found[name], expected, rtol=0, atol=0, equal_nan=True)
+    assert list(diagnostics.diagnose(x, ("iac", "ess_mean"))) == ["iac", "ess_mean"]
+    with pytest.raises(ValueError, match=r"what is \('sd',\); expected some of 'rhat'.*'ess_mean'"):
+        diagnostics.diagnose(x, ("sd",))
+
+
+def test_sums_that_go_beyond_the_first_lags_are_those_of_all_lags(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.cat([ar1(a, 2, 1400, 4, 1) for a in (0.3, 0.9, 0.99, 0.9999)], dim=-1)
+    calls = []
+    inner = diagnostics._autocovariance
+    monkeypatch.setattr(
+        diagnostics, "_autocovariance", lambda y, *lags: (calls.append((len(y), *lags)), inner(y, *lags))[1]
+    )
+    first = {m: iac(x, m) for m in ("geyer", "sokal")}
+    assert calls[0] == calls[2] == (16, 140)
+    assert 4 <= calls[1][0] <= 8  # the slow ones again
+    monkeypatch.setattr(diagnostics, "SHORT", 10**9)
+    for method, found in first.items():
+        torch.testing.assert_close(found, iac(x, method), rtol=1e-9, atol=0)
+
+
+def slow_sokal(x: np.ndarray, c: float) -> float:
+    chains, draws = x.shape
+    x = x - x.mean(1, keepdims=True)
+    gamma = [sum(row[: draws - t] @ row[t:] for row in x) for t in range(draws)]
+    tau = 1.0
+    for M in range(draws):
+        tau += 2 * gamma[M] / gamma[0] if M else 0.0
+        if c * tau <= M:
+            break
+    return max(tau, 1 / math.log10(chains * draws))
+
+
+@pytest.mark.parametrize("chains, draws, c", [(1, 4, 5.0), (1, 50, 5.0), (3, 101, 5.0), (2, 777, 5.0), (2, 777, 8.0)])
+def test_sokals_window_agrees_with_loops(chains: int, draws: int, c: float) -> None:
+    x = torch.cat([ar1(a, chains, draws, 4) for a in (-0.5, 0.6, 0.95)], dim=-1)
+    expected = [slow_sokal(column, c) for column in x.permute(2, 0, 1).numpy()]
+    np.testing.assert_allclose(iac(x, "sokal", c).numpy(), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("a", [0.0, 0.5, 0.8])
+def test_sokals_time_of_ar1(a: float) -> None:
+    """The window M = 5 tau cuts off 2 a^M / (1 - a): below 1 %; else as `test_ar1_time_and_size`."""
+    tau = (1 + a) / (1 - a)
+    assert iac(ar1(a, 4, 4000, 50), "sokal").mean().item() == pytest.approx(tau, rel=0.05)
+
+
+def test_sokal_of_what_does_not_move_and_of_wrong_words() -> None:
+    assert iac(torch.ones(2, 2000, 1), "sokal").isnan()
+    for method, window in (("sum", 5.0), ("sokal", 0.0), ("sokal", math.nan)):
+        with pytest.raises(ValueError, match="expected 'geyer' or 'sokal' and a window above 0"):
+            iac(torch.zeros(2, 10), method, window)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 100, 14062, 25000, 99999])
+def test_lengths_of_transforms_are_even_and_have_small_factors(n: int) -> None:
+    size = diagnostics._fast_length(n)
+    smooth = lambda m: next((smooth(m // p) for p in (2, 3, 5) if m % p == 0), m) == 1
+    assert size == next(m for m in itertools.count(n) if m % 2 == 0 and smooth(m))
+
+
+def test_memory_stays_near_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks are as wide as BLOCK_BYTES allows, and one variable at least."""
+    widths = []
+    inner = diagnostics._measure
+    monkeypatch.setattr(diagnostics, "_measure", lambda x, *rest: (widths.append(len(x)), inner(x, *rest))[1])
+    diagnostics.diagnose(ar1(0.5, 4, 5000, 60))
+    assert widths == [26, 26, 8]  # 2^26 / (8 · 16 · 20,000)
+    monkeypatch.setattr(diagnostics, "BLOCK_BYTES", 1)
+    widths.clear()
+    diagnostics.diagnose(ar1(0.5, 2, 10, 3))
+    assert widths == [1, 1, 1]
+
+
+def test_the_benchmark_beside_arviz() -> None:
+    found = beside_arviz(variables=3, draws=2000, chains=2, repeats=1)
+    assert found["shape"] == [2, 2000, 3]
+    assert found["error"] < 1e-6
+    assert found["ratio"] == pytest.approx(found["arviz_s"] / found["ours_s"])
+    assert min(found["ours_s"], found["everything_s"], found["cpu_ratio"]) > 0

@@ -22,7 +22,8 @@ def test_there_are_blocks():
 
 
 @pytest.mark.parametrize("code", BLOCKS)
-def test_block_runs(code):
+def test_block_runs(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     exec(compile(code, "block", "exec"), {"__name__": "block"})
 
 

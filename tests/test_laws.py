@@ -194,7 +194,7 @@ def test_planted_prior_mask_is_caught(monkeypatch):
     right = BoundStructured.gradient
 
     def wrong(self, theta, state, likelihood, prior, chunk):
-        return right(self, theta, state, likelihood, lambda t: tuple(2 * x for x in prior(t)), chunk)
+        return right(self, theta, state, likelihood, lambda t: 2 * prior(t), chunk)
 
     monkeypatch.setattr(BoundStructured, "gradient", wrong)
     assert run_cell(Cell("SGLD", "Bernoulli .5", "each", "Window")).z > 2 * Z
@@ -235,3 +235,62 @@ def test_report_counts_failures_and_writes_them_down():
     assert "1 outside" in text
     assert "| broken | 0 | ValueError: no" in text
     assert "1 with a row beyond" in report.false_alarms([good, bad])
+
+
+# ------------------------------------------------------------------------------------------- samplers of the user's own
+OWN = """
+from dataclasses import dataclass
+import torch
+from partita import SGHMC, SGLD
+from partita.laws import exact
+
+right, momentum = SGLD(0.2), SGHMC(0.2, 1.0)
+
+@dataclass(frozen=True)
+class Hot(SGLD):
+    step_size: float = 0.2
+    def step(self, theta, g, state, rate, T, adapt):
+        return theta - 0.5 * rate * g + (1.1 * rate * T) ** 0.5 * torch.randn_like(theta), state
+
+@dataclass(frozen=True)
+class Told(SGLD):
+    step_size: float = 0.4
+    def dynamics(self, G):
+        return exact.Overdamped(0.4)
+
+@dataclass(frozen=True)
+class ToldWrong(Told):
+    def dynamics(self, G):
+        return exact.Overdamped(0.5)
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_samplers.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name, fine", [("right", True), ("momentum", True), ("Hot", False), ("Told", True), ("ToldWrong", False)]
+)
+def test_a_sampler_of_ones_own_is_held_to_its_law(own, name, fine):
+    cell = Cell(f"own_samplers:{name}", "Bernoulli .5", "by_layer", "Window")
+    result = run_cell(cell)
+    assert result.passed == fine, result
+
+
+def test_what_is_no_sampler_is_refused_in_a_line(own):
+    from partita.laws import own as mine
+
+    for name, match in (
+        ("own_samplers", "expected package.module:name"),
+        ("own_samplers:nothing", "a name that can be imported"),
+        ("nowhere:at_all", "a name that can be imported"),
+        ("own_samplers:OWN; import os", "expected package.module:name"),
+        ("pathlib:Path", "expected for example pt.SGLD"),
+        ("partita:SGLD", "needs no arguments"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            mine.load(name)
+    assert len(mine.cells("own_samplers:right")) > 20

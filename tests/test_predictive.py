@@ -216,6 +216,32 @@ def test_scores_of_numbers() -> None:
     assert got["coverage95"] == pytest.approx(float(((low <= y) & (y <= high)).double().mean()))
 
 
+def test_the_scores_that_are_told() -> None:
+    y = torch.randint(4, (40,))
+    prediction = classes(n=40)
+    named = ["accuracy", "nll", "brier", "ece", "ece_mass", "individual_accuracy"]
+    assert list(prediction.scores(y)) == named
+    assert prediction.scores(y)["ece_mass"] == pytest.approx(scores.ece(prediction.probs, y, mass="equal"), abs=1e-6)
+    regression, y = numbers(7, 30), torch.randn(30)
+    got = regression.scores(y)
+    assert list(got) == ["rmse", "nll", "crps", "coverage95"]
+    assert got["crps"] == pytest.approx(scores.crps(regression.draws["mean"], regression.draws["sd"], y))
+
+
+def test_uncertainty_tells_other_inputs_apart() -> None:
+    """Outside every draw is sure of another class: the entropy of the average tells all of it, and so does what the
+    parameters cause; inside, draws agree."""
+    inside = Prediction({"probs": torch.randn(200, 4).softmax(-1).expand(6, 200, 4)}, classes=True)
+    sure = torch.eye(4)[torch.arange(6) % 4][:, None].expand(6, 300, 4)
+    outside = Prediction({"probs": sure}, classes=True)
+    found = inside.ood(outside)
+    assert found["mutual_information"] == 1
+    assert 0.9 < found["entropy"] <= 1
+    assert inside.ood(inside) == {"entropy": 0.5, "mutual_information": 0.5}
+    assert outside.ood(inside)["entropy"] == pytest.approx(1 - found["entropy"])
+    refused("no 'probs'", numbers(3, 2).ood, inside)
+
+
 @pytest.mark.parametrize(
     "prediction, y, match",
     [

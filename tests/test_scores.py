@@ -6,19 +6,26 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy.integrate import quad
 from scipy.stats import norm
-from sklearn.metrics import accuracy_score, brier_score_loss, log_loss, root_mean_squared_error
+from sklearn.metrics import accuracy_score, brier_score_loss, log_loss, roc_auc_score, root_mean_squared_error
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_calibration_error
 
+from partita.answers import scores
 from partita.answers.scores import (
     accuracy,
+    auroc,
     brier,
+    class_scores,
     coverage,
+    coverages,
+    crps,
     ece,
     gaussian_mixture_nll,
     individual_accuracy,
     nll,
+    reliability,
     rmse,
 )
 
@@ -158,6 +165,120 @@ def test_nan_predictions_give_nan() -> None:
     assert math.isnan(gaussian_mixture_nll(x[None].double(), torch.ones(1, 20), torch.zeros(20)))
 
 
+# ------------------------------------------------------------------------------------- calibration, CRPS, coverage, AUROC
+@pytest.mark.parametrize("mass", ["width", "equal"])
+@pytest.mark.parametrize("n, bins", [(5, 15), (600, 15), (601, 7), (30, 1)])
+def test_the_reliability_curve_sums_to_the_ece(n: int, bins: int, mass: str) -> None:
+    p, y = predictions(n, 4)
+    p[0] = torch.nn.functional.one_hot(y[0], 4)
+    confidence, hit, count = reliability(p, y, bins, mass)
+    assert len(confidence) == len(hit) == len(count) == bins + (mass == "width")
+    assert int(count.sum()) == n
+    assert torch.equal(confidence.isnan(), count == 0)
+    gap = (count * (hit - confidence)).nan_to_num().abs().sum().item() / n
+    assert gap == pytest.approx(ece(p, y, bins, mass), abs=1e-12)
+
+
+def test_the_reliability_curve_by_hand() -> None:
+    p = torch.tensor([[0.6, 0.4], [0.7, 0.3], [0.2, 0.8], [1.0, 0.0]], dtype=torch.float64)
+    y = torch.tensor([0, 1, 1, 0])
+    confidence, hit, count = reliability(p, y, bins=4)
+    assert count.tolist() == [0, 0, 2, 1, 1]  # below .75 two, then .8, and what is sure
+    assert confidence[2:].tolist() == pytest.approx([0.65, 0.8, 1.0])
+    assert hit[2:].tolist() == [0.5, 1.0, 1.0]
+
+
+def test_class_scores_are_the_scores() -> None:
+    p, y = predictions(100, 3)
+    expected = {"accuracy": accuracy(p, y), "nll": nll(p, y), "brier": brier(p, y), "ece": ece(p, y)}
+    assert class_scores(p, y) == {**expected, "ece_mass": ece(p, y, mass="equal")}
+
+
+def mixture(S: int, n: int, wide: float = 1.0, seed: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    mean = wide * torch.randn(S, n, generator=g, dtype=torch.float64)
+    return mean, torch.rand(S, n, generator=g, dtype=torch.float64) + 0.2, torch.randn(n, generator=g).double()
+
+
+@pytest.mark.parametrize("S, wide", [(1, 1.0), (3, 4.0), (200, 1.0)])  # over pairs; and, of many draws, by quadrature
+def test_crps_is_the_integral_of_the_squared_distance_of_distribution_functions(S: int, wide: float) -> None:
+    mean, sd, y = mixture(S, 4, wide)
+    total = 0.0
+    for m, s, v in zip(mean.T.numpy(), sd.T.numpy(), y.tolist()):
+        F = lambda t, m=m, s=s: norm.cdf(t, m, s).mean()
+        low, high = min(v, (m - 9 * s).min()), max(v, (m + 9 * s).max())
+        total += quad(lambda t, F=F: F(t) ** 2, low, v, limit=500)[0]
+        total += quad(lambda t, F=F: (1 - F(t)) ** 2, v, high, limit=500)[0]
+    assert crps(mean, sd, y) == pytest.approx(total / 4, rel=1e-8)
+
+
+def test_both_ways_of_the_crps_agree_in_blocks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    mean, sd, y = mixture(150, 30)
+    quadrature = crps(mean, sd, y)
+    monkeypatch.setattr(scores, "BLOCK", 150 * 7)
+    assert crps(mean, sd, y) == pytest.approx(quadrature, rel=1e-9)
+    monkeypatch.setattr(scores, "REACH", 1e9)  # so many steps that pairs are fewer
+    assert crps(mean, sd, y) == pytest.approx(quadrature, rel=1e-9)
+    assert crps(mean.view(150, 5, 6), sd.view(150, 5, 6), y.view(5, 6)) == pytest.approx(quadrature, rel=1e-9)
+
+
+def test_crps_of_one_normal_and_of_draws_without_width() -> None:
+    """σ (z (2Φ(z) - 1) + 2φ(z) - 1/√π); and, for spikes, E|X - y| - ½ E|X - X'| by hand."""
+    z = 0.7
+    expected = 2 * (z * (2 * norm.cdf(z) - 1) + 2 * norm.pdf(z) - 1 / math.sqrt(math.pi))
+    assert crps(torch.tensor([[1.0]]), torch.tensor([[2.0]]), torch.tensor([1 + 2 * z])) == pytest.approx(
+        expected, rel=1e-6
+    )
+    spikes = torch.tensor([[0.0], [1.0], [4.0]]).double()
+    by_hand = (3 + 2 + 1) / 3 - 0.5 * 2 * (1 + 4 + 3) / 9
+    assert crps(spikes, torch.full_like(spikes, 1e-9), torch.tensor([3.0])) == pytest.approx(by_hand, rel=1e-6)
+
+
+def test_crps_is_proper() -> None:
+    """Of 4,000 draws of N(0, 1), the right width scores best: 1/√π · (√2 - 1)... = 0.5642 on average (σ/√π)."""
+    y = torch.randn(4000, generator=torch.Generator().manual_seed(0)).double()
+    of = lambda m, s: crps(torch.full((1, 4000), m), torch.full((1, 4000), s), y)
+    assert of(0.0, 1.0) == pytest.approx(1 / math.sqrt(math.pi), rel=0.03)
+    assert of(0.0, 1.0) < min(of(0.0, 0.7), of(0.0, 1.4), of(0.3, 1.0))
+
+
+def test_coverages_are_those_of_intervals() -> None:
+    mean, sd, y = mixture(20, 400, 0.5)
+    found = coverages(mean, sd, y, (0.3, 0.5, 0.95))
+    at = [
+        np.mean(
+            [abs(norm.cdf(v, m, s).mean() - 0.5) <= h / 2 for m, s, v in zip(mean.T.numpy(), sd.T.numpy(), y.numpy())]
+        )
+        for h in (0.3, 0.5, 0.95)
+    ]
+    assert found == pytest.approx(at)
+    g = torch.Generator().manual_seed(1)
+    y = torch.randn(20000, generator=g)
+    right = coverages(torch.zeros(1, 20000), torch.ones(1, 20000), y)
+    assert right == pytest.approx([0.5, 0.8, 0.9, 0.95, 0.99], abs=0.015)  # 4 sd
+    for levels in ((), (0.5, 1.0), (95,)):
+        with pytest.raises(ValueError, match=r"levels is .*expected numbers in \(0, 1\)"):
+            coverages(mean, sd, y[:400], levels)
+
+
+@pytest.mark.parametrize("n, m, decimals", [(1, 1, 9), (30, 50, 9), (200, 31, 1), (50, 50, 0)])
+def test_auroc_agrees_with_sklearn(n: int, m: int, decimals: int) -> None:
+    g = torch.Generator().manual_seed(n)
+    inside, outside = torch.randn(n, generator=g), torch.randn(m, generator=g) + 0.7
+    inside, outside = inside.round(decimals=decimals), outside.round(decimals=decimals)  # with ties
+    expected = roc_auc_score([0] * n + [1] * m, torch.cat((inside, outside)))
+    assert auroc(inside, outside) == pytest.approx(expected, rel=1e-12)
+    assert auroc(outside, inside) == pytest.approx(1 - expected, rel=1e-12)
+
+
+def test_auroc_by_hand_and_of_nothing() -> None:
+    assert auroc(torch.tensor([1.0, 2.0]), torch.tensor([[2.0, 3.0], [0.0, 2.0]])) == (0.75 + 1 + 0 + 0.75) / 4
+    assert auroc(torch.zeros(3), torch.zeros(2)) == 0.5
+    assert math.isnan(auroc(torch.tensor([1.0, math.nan]), torch.zeros(2)))
+    with pytest.raises(ValueError, match=r"auroc: inside is \[0\], outside is \[2\]; expected not empty"):
+        auroc(torch.zeros(0), torch.zeros(2))
+
+
 def z(*shape: int) -> Tensor:
     return torch.zeros(shape)
 
@@ -189,6 +310,10 @@ WRONG = [
     (lambda: gaussian_mixture_nll(z(2, 4), z(1, 4), z(4)), "sd is [1, 4], mean is [2, 4]"),
     (lambda: gaussian_mixture_nll(z(2, 4), z(2, 4), z(4)), "the least sd is 0; expected sd > 0"),
     (lambda: gaussian_mixture_nll(z(0, 4), z(0, 4), z(4)), "expected"),
+    (lambda: crps(z(2, 4), z(2, 4), z(4)), "crps: the least sd is 0; expected sd > 0"),
+    (lambda: crps(z(2, 4), z(2, 4), z(4, 1)), "mean[0] is [4], y is [4, 1]"),
+    (lambda: coverages(z(2, 4), z(1, 4), z(4)), "coverages: sd is [1, 4], mean is [2, 4]"),
+    (lambda: reliability(HALF, z(4), bins=0), "reliability: bins is 0"),
 ]
 
 

@@ -6,7 +6,7 @@ from importlib.metadata import version as _version
 from partita import data, models
 from partita.answers import diagnostics, scores
 from partita.answers.predictive import Prediction
-from partita.runs import DivergenceError, Moment, Run, find_step, optimize, sample
+from partita.runs import DivergenceError, Moment, Run, find_step, load, optimize, resume, sample
 from partita.samplers import PSGLD, SGHMC, SGLD
 from partita.samplers import schedules as schedules
 from partita.structure import Ensemble, Joint, Reservoir, Structured, Window, masks, partitions
@@ -54,10 +54,12 @@ __all__ = [
     "data",
     "diagnostics",
     "find_step",
+    "load",
     "masks",
     "models",
     "optimize",
     "partitions",
+    "resume",
     "sample",
     "schedules",
     "scores",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +15,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from partita.commands import register
 
 if TYPE_CHECKING:
     from partita.laws.report import Outcome
@@ -55,11 +58,19 @@ def laws(
     seeds: Annotated[int, typer.Option(min=1, help="Repeat the table with this many seeds.")] = 1,
     jobs: Annotated[int, typer.Option(min=0, help="Processes at once (0: one a core).")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the table to this Markdown file.")] = None,
+    sampler: Annotated[
+        str, typer.Option(metavar="MODULE:NAME", help="Test a sampler of your own instead of Partita's.")
+    ] = "",
 ) -> None:
     """Test every sampler, structure, mask and history against its exact law. Exit code 1 when a row fails."""
     from partita.laws import report
 
-    chosen = report.rows(full, only)
+    try:
+        sys.path.insert(0, "")  # where a sampler of the user's own may lie
+        chosen = report.own_rows(sampler) if sampler else report.rows(full, only)
+    except ValueError as e:
+        console.print(f"partita laws: {escape(str(e))}")
+        raise typer.Exit(2) from None
     if not chosen:
         console.print(f"no row of the table holds {only!r}: try 'SGLD', 'Bernoulli', 'Ensemble' or 'regression'")
         raise typer.Exit(2)
@@ -145,6 +156,9 @@ def _by_sampler(outcomes: list[Outcome]) -> dict[str, list[Outcome]]:
     for o in outcomes:
         groups.setdefault(o.name.split(" · ")[0].split("/")[0], []).append(o)
     return groups
+
+
+register(app, console)
 
 
 @app.callback(invoke_without_command=True)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -51,11 +51,11 @@ class Prediction:
 
     def entropy(self) -> Tensor:
         """H[E p], the whole uncertainty, in nats, [n, ...]."""
-        return self._entropy(self.probs)
+        return entropy_of(self.probs, self.classes)
 
     def mutual_information(self) -> Tensor:
         """H[E p] - E H[p], the part the parameters cause, [n, ...]."""
-        return (self.entropy() - self._entropy(self._need("probs")).mean(0)).clamp(min=0)
+        return (self.entropy() - entropy_of(self._need("probs"), self.classes).mean(0)).clamp(min=0)
 
     def interval(self, mass: float = 0.95) -> tuple[Tensor, Tensor]:
         """Central interval. Regression: of y itself, quantiles of the mixture Σ_s N(μ_s, σ_s²)/S. Classes: of the
@@ -71,8 +71,8 @@ class Prediction:
         return lower, upper
 
     def scores(self, y: Any) -> dict[str, float]:
-        """Classes: accuracy (of the average), individual_accuracy (mean over draws), nll, brier, ece. Regression: rmse,
-        nll (of the mixture) and coverage of the 95 % interval."""
+        """Classes: accuracy (of the average), individual_accuracy (mean over draws), nll, brier, ece (bins of equal width)
+        and ece_mass (of equal counts). Regression: rmse, nll and crps of the mixture, coverage of the 95 % interval."""
         y = as_tensors(y, "y")
         if not isinstance(y, Tensor):
             raise ValueError(f"y is a {type(y).__name__}, expected one tensor or array")
@@ -82,17 +82,16 @@ class Prediction:
             mean, sd = self._need("mean"), self._need("sd")
             if y.shape != mean.shape[1:]:
                 raise ValueError(f"y has shape {tuple(y.shape)}, expected {tuple(mean.shape[1:])}")
-            nll = score.gaussian_mixture_nll(mean, sd, y)
-            return {"rmse": score.rmse(self.mean, y), "nll": nll, "coverage95": score.coverage(*self.interval(), y)}
+            nll, crps = score.gaussian_mixture_nll(mean, sd, y), score.crps(mean, sd, y)
+            (covered,) = score.coverages(mean, sd, y, (0.95,))
+            return {"rmse": score.rmse(self.mean, y), "nll": nll, "crps": crps, "coverage95": covered}
         each, y = self._flat(y)
-        p = each.mean(0)
-        return {
-            "accuracy": score.accuracy(p, y),
-            "individual_accuracy": score.individual_accuracy(each, y),
-            "nll": score.nll(p, y),
-            "brier": score.brier(p, y),
-            "ece": score.ece(p, y),
-        }
+        return {**score.class_scores(each.mean(0), y), "individual_accuracy": score.individual_accuracy(each, y)}
+
+    def ood(self, other: Prediction) -> dict[str, float]:
+        """How well uncertainty tells the inputs of `other` from these: P(larger there), ties ½, of the entropy and of the
+        mutual information. ½ is not at all."""
+        return ood(self, other)
 
     def _flat(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Per-draw probabilities [S, m, K] or [S, m] and targets [m], tokens and labels flattened, padding left out."""
@@ -104,11 +103,6 @@ class Prediction:
         y = y.reshape(-1)
         keep = y.long() != self._ignore if self._ignore is not None else torch.ones_like(y, dtype=torch.bool)
         return each[:, keep], y[keep]
-
-    def _entropy(self, p: Tensor) -> Tensor:
-        if self.classes:
-            return torch.special.entr(p).sum(-1)
-        return torch.special.entr(p) + torch.special.entr(1 - p)
 
     def _quantile_of_probs(self, q: Tensor, rows: slice) -> Tensor:
         """[2, n, ...] over the draws."""
@@ -140,6 +134,27 @@ class Prediction:
         return f"Prediction({shapes}; the first axis is the draws)"
 
 
+def entropy_of(p: Tensor, classes: bool) -> Tensor:
+    """In nats: of classes along the last axis, [..., K] -> [...]; or of labels, each on its own."""
+    if classes:
+        return torch.special.entr(p).sum(-1)
+    return torch.special.entr(p) + torch.special.entr(1 - p)
+
+
+class Uncertain(Protocol):
+    def entropy(self) -> Tensor: ...
+
+    def mutual_information(self) -> Tensor: ...
+
+
+def ood(inside: Uncertain, outside: Uncertain) -> dict[str, float]:
+    """AUROC of two scores that should be larger outside; of a Prediction, or of what `stream` gives."""
+    return {
+        "entropy": score.auroc(inside.entropy(), outside.entropy()),
+        "mutual_information": score.auroc(inside.mutual_information(), outside.mutual_information()),
+    }
+
+
 def predict(
     target: Posterior,
     theta: Tensor,
@@ -151,28 +166,43 @@ def predict(
     rows_at_once: int = 1024,
 ) -> Prediction:
     """θ [S, D], BatchNorm statistics {name: [S, ...]} -> the Prediction at x, batched over draws and inputs."""
-    x = map_tree(lambda t: t.to(theta.device), as_tensors(x, dtype=theta.dtype))
-    sizes = {path: t.shape[0] if t.dim() else 0 for path, t in leaves(x)}
-    if len(set(sizes.values())) != 1 or min(sizes.values()) < 1:
-        raise ValueError(f"the inputs have unequal or no rows: {sizes}, expected one n of at least 1 for all")
-    check_values(x, theta.new_zeros(()))
+    x = as_inputs(x, theta.dtype, theta.device)
     theta, statistics = _within_limit(target, theta, x, statistics, how)
     parts = []
     for a in range(0, rows(x), rows_at_once):
         piece = map_tree(lambda t, a=a: t[a : a + rows_at_once], x)  # type: ignore[misc]
-        some = []
-        for s in range(0, theta.shape[0], draws_at_once):
-            stats = {k: v[s : s + draws_at_once] for k, v in statistics.items()} if statistics else None
-            some.append(_piece(target, theta[s : s + draws_at_once], piece, stats, how))
+        some = [outputs(target, t, piece, stats, how) for t, stats in in_pieces(theta, statistics, draws_at_once)]
         parts.append({k: torch.cat([p[k] for p in some]) for k in some[0]})
-    draws = {k: torch.cat([p[k] for p in parts], dim=1) for k in parts[0]}
+    return prediction_of(target, {k: torch.cat([p[k] for p in parts], dim=1) for k in parts[0]})
+
+
+def prediction_of(target: Posterior, draws: Mapping[str, Tensor]) -> Prediction:
     likelihood = target.likelihood
-    classes = not isinstance(likelihood, Bernoulli)
-    return Prediction(draws, classes, likelihood.ignore if isinstance(likelihood, Categorical) else None)
+    ignore = likelihood.ignore if isinstance(likelihood, Categorical) else None
+    return Prediction(draws, not isinstance(likelihood, Bernoulli), ignore)
+
+
+def as_inputs(x: Any, dtype: torch.dtype, device: torch.device | None = None) -> Any:
+    """x as tensors, arrays made of `dtype`, checked: one length, and finite."""
+    x = map_tree(lambda t: t.to(device or t.device), as_tensors(x, dtype=dtype))
+    sizes = {path: t.shape[0] if t.dim() else 0 for path, t in leaves(x)}
+    if len(set(sizes.values())) != 1 or min(sizes.values()) < 1:
+        raise ValueError(f"the inputs have unequal or no rows: {sizes}, expected one n of at least 1 for all")
+    floats = [t for _, t in leaves(x) if t.is_floating_point() and t.numel()]
+    if not all(bool(torch.stack(t.aminmax()).isfinite().all()) for t in floats):  # makes no arrays of the inputs' size
+        check_values(x, torch.zeros(()))
+    return x
+
+
+def in_pieces(theta: Tensor, statistics: Any, each: int) -> Iterator[tuple[Tensor, dict[str, Tensor] | None]]:
+    """θ [S, D] and statistics, `each` draws at a time."""
+    for s in range(0, theta.shape[0], each):
+        yield theta[s : s + each], {k: v[s : s + each] for k, v in statistics.items()} if statistics else None
 
 
 @torch.no_grad()
-def _piece(target: Posterior, theta: Tensor, x: Any, statistics: Any, how: str) -> dict[str, Tensor]:
+def outputs(target: Posterior, theta: Tensor, x: Any, statistics: Any, how: str) -> dict[str, Tensor]:
+    """What each draw of θ [s, D] predicts at x: {name: [s, n, ...]}."""
     if how == "vmap":
         with warnings.catch_warnings():  # torch says once a process that vmap runs some operations one by one
             warnings.filterwarnings("ignore", "There is a performance drop")
@@ -181,14 +211,18 @@ def _piece(target: Posterior, theta: Tensor, x: Any, statistics: Any, how: str) 
     return {k: torch.stack([e[k] for e in each]) for k in each[0]}
 
 
-def _within_limit(target: Posterior, theta: Tensor, x: Any, statistics: Any, how: str) -> tuple[Tensor, Any]:
-    one = {k: v[:1] for k, v in statistics.items()} if statistics else None
+def try_outputs(target: Posterior, theta: Tensor, x: Any, statistics: Any, how: str) -> dict[str, Tensor]:
+    """`outputs` at two rows; or an error that says what did not fit."""
     few = map_tree(lambda t: t[:2], x)
     try:
-        probe = _piece(target, theta[:1], few, one, how)
+        return outputs(target, theta, few, statistics, how)
     except Exception as e:
         raise forward_failed(e, few, theta.dtype) from e
-    n = rows(x)
+
+
+def _within_limit(target: Posterior, theta: Tensor, x: Any, statistics: Any, how: str) -> tuple[Tensor, Any]:
+    one = {k: v[:1] for k, v in statistics.items()} if statistics else None
+    n, probe = rows(x), try_outputs(target, theta[:1], x, one, how)
     per_draw = sum(v.numel() * v.element_size() for v in probe.values()) * n // min(2, n)
     if per_draw * theta.shape[0] <= LIMIT:
         return theta, statistics

@@ -1,4 +1,5 @@
-"""Scores of predictions: accuracy, likelihood, Brier score and calibration of classes; NLL, RMSE, coverage of numbers.
+"""Scores of predictions: accuracy, likelihood, Brier score and calibration of classes; NLL, CRPS, RMSE and coverage of
+numbers; how well a score tells other data apart.
 
 Letters: S draws, n data, k classes. Class probabilities are [n, k], or [n] for two classes (the probability of class 1);
 labels y are [n], whole numbers 0 ... k-1. Sums run in float64 and the answer is a Python float. Wrong shapes, labels or
@@ -6,9 +7,14 @@ probabilities are a ValueError; a NaN anywhere in the predictions makes the scor
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+BLOCK = 2**22  # numbers of one temporary array of `crps`
+LEVELS = (0.5, 0.8, 0.9, 0.95, 0.99)
+REACH = 8.5  # standard deviations beyond which a normal distribution has nothing left in double precision
 
 
 def accuracy(probs: Tensor, y: Tensor) -> float:
@@ -47,19 +53,42 @@ def ece(probs: Tensor, y: Tensor, bins: int = 15, mass: str = "width") -> float:
     data sorted by confidence and cut into B bins whose counts differ by at most one, ties in the order given (Nguyen &
     O'Connor 2015).
     """
-    if bins < 1 or mass not in ("width", "equal"):
-        raise ValueError(f"ece: bins is {bins}, mass is {mass!r}; expected bins >= 1 and mass 'width' or 'equal'")
-    p, y = _classes("ece", probs, y)
-    n, confidence = len(p), p.amax(-1)
-    gap = _hits(p, y) - confidence
-    if mass == "width":
-        edges = torch.linspace(0, 1, bins + 1, dtype=p.dtype, device=p.device)
-        index = torch.bucketize(confidence, edges[1:], right=True)
-    else:
-        gap = gap[confidence.argsort(stable=True)]
-        index = torch.arange(n, device=p.device) * bins // n
+    confidence, hit, index = _binned("ece", probs, y, bins, mass)
     # n_b |accuracy_b - confidence_b| is the size of the summed gap, which needs no division by an empty bin's count
-    return (gap.new_zeros(bins + 1).index_add(0, index, gap).abs().sum() / n).item()
+    gaps = confidence.new_zeros(bins + 1).index_add(0, index, hit - confidence)
+    return (gaps.abs().sum() / len(hit)).item()
+
+
+def reliability(probs: Tensor, y: Tensor, bins: int = 15, mass: str = "width") -> tuple[Tensor, Tensor, Tensor]:
+    """The reliability curve: mean confidence, accuracy and count of each bin of `ece`, [B + 1] or ("equal") [B].
+
+    sum_b count_b/n · |accuracy_b - confidence_b| is the ece. Of an empty bin confidence and accuracy are NaN; the last of
+    the B + 1 holds confidences of exactly 1. probs: [n, k] or [n], y: [n].
+    """
+    confidence, hit, index = _binned("reliability", probs, y, bins, mass)
+    sums = torch.stack((confidence, hit, torch.ones_like(hit)), 1)
+    total = sums.new_zeros(bins + (mass == "width"), 3).index_add(0, index, sums)
+    return total[:, 0] / total[:, 2], total[:, 1] / total[:, 2], total[:, 2].long()
+
+
+def class_scores(probs: Tensor, y: Tensor) -> dict[str, float]:
+    """accuracy, nll, brier, ece and ece_mass (bins of equal counts) of averaged probabilities. As `accuracy` takes them."""
+    scores = {"accuracy": accuracy(probs, y), "nll": nll(probs, y), "brier": brier(probs, y)}
+    return {**scores, "ece": ece(probs, y), "ece_mass": ece(probs, y, mass="equal")}
+
+
+def auroc(inside: Tensor, outside: Tensor) -> float:
+    """P(s_out > s_in) + ½ P(s_out = s_in), s_in and s_out a random element of each: the area under the ROC curve of a
+    score that is to be larger outside. By ranks (Mann-Whitney), O((n + m) log n). inside: [n], outside: [m], or any shape.
+    """
+    a, b = inside.detach().flatten().double(), outside.detach().flatten().double()
+    if not len(a) or not len(b):
+        raise ValueError(f"auroc: inside is {list(inside.shape)}, outside is {list(outside.shape)}; expected not empty")
+    if bool(a.isnan().any() | b.isnan().any()):
+        return math.nan
+    a = a.sort().values
+    below = torch.searchsorted(a, b).double().mean() + torch.searchsorted(a, b, right=True).double().mean()
+    return (below / 2 / len(a)).item()
 
 
 def gaussian_mixture_nll(mean: Tensor, sd: Tensor, y: Tensor) -> float:
@@ -67,13 +96,69 @@ def gaussian_mixture_nll(mean: Tensor, sd: Tensor, y: Tensor) -> float:
 
     i runs over every element of y: outputs of one datum are scored each on its own, not by their joint density.
     """
-    _same("gaussian_mixture_nll", "mean[0]", mean.shape[1:], "y", y.shape)
-    _same("gaussian_mixture_nll", "sd", sd.shape, "mean", mean.shape)
-    if (sd <= 0).any():
-        raise ValueError(f"gaussian_mixture_nll: the least sd is {sd.min().item():g}; expected sd > 0")
-    mean, sd, y = mean.double(), sd.double(), y.double()
-    log_density = -((y - mean) / sd).square() / 2 - sd.log() - math.log(2 * math.pi) / 2
-    return -(log_density.logsumexp(0) - math.log(len(mean))).mean().item()
+    mean, sd, y = _mixture("gaussian_mixture_nll", mean, sd, y)
+    return -(log_density(mean, sd, y).logsumexp(0) - math.log(len(mean))).mean().item()
+
+
+def log_density(mean: Tensor, sd: Tensor, y: Tensor) -> Tensor:
+    """log N(y; mean, sd), elementwise."""
+    return -((y - mean) / sd).square() / 2 - sd.log() - math.log(2 * math.pi) / 2
+
+
+def crps(mean: Tensor, sd: Tensor, y: Tensor) -> float:
+    """mean_i E|X - y_i| - ½ E|X - X'|, X and X' independent from the mixture 1/S sum_s N(mean_si, sd_si) (Gneiting &
+    Raftery 2007, eq. 21); in the unit of y, and |mean - y| for one draw of no width. mean, sd: [S, n, ...], y: [n, ...].
+
+    With A(m, s) = E|N(m, s²)| = m (2 Phi(m/s) - 1) + 2 s phi(m/s), E|X - y| is the mean over s of A(y - mean_s, sd_s). The
+    second term is F(1 - F) integrated, F the mixture's distribution function, whose smoothness makes the trapezoid rule
+    exact to rounding at steps of sd/1.5 (error exp(-π² 1.5²)); or, where that takes more steps than there are draws, the
+    mean over all pairs of A(mean_s - mean_r, √(sd_s² + sd_r²))/2. Memory is a few arrays of BLOCK numbers.
+    """
+    mean, sd, y = (t.flatten(-y.ndim) if y.ndim else t[..., None] for t in _mixture("crps", mean, sd, y))
+    total, each = 0.0, max(1, BLOCK // len(mean))
+    for a in range(0, len(y), each):
+        m, s = mean[:, a : a + each], sd[:, a : a + each]
+        total += (_absolute(y[a : a + each] - m, s).mean(0) - _half_difference(m, s)).sum().item()
+    return total / len(y)
+
+
+def _absolute(m: Tensor, s: Tensor) -> Tensor:
+    """E|N(m, s²)|."""
+    z = m / s
+    return m * torch.erf(z / math.sqrt(2)) + 2 * s * torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
+
+
+def _half_difference(mean: Tensor, sd: Tensor) -> Tensor:
+    """½ E|X - X'| of every mixture: [S, n] -> [n]."""
+    S = len(mean)
+    low, high = (mean - REACH * sd).amin(0), (mean + REACH * sd).amax(0)
+    steps = ((high - low) / sd.amin(0) * 1.5).ceil().amax().item()
+    area = torch.zeros_like(low)
+    if not steps < S:  # nor where it is NaN
+        for s in range(S):
+            pairs = _absolute(mean[s:] - mean[s], (sd[s:].square() + sd[s].square()).sqrt())
+            area += pairs.sum(0) - pairs[0] / 2  # each (s, r) stands for (r, s) too, (s, s) for itself
+        return area / S**2
+    h = (high - low) / steps
+    for q in range(1, int(steps)):
+        F = torch.special.ndtr((low + q * h - mean) / sd).mean(0)
+        area += F * (1 - F)
+    return h * area
+
+
+def coverages(mean: Tensor, sd: Tensor, y: Tensor, levels: Sequence[float] = LEVELS) -> list[float]:
+    """For each level the share of y inside the mixture's central interval of that mass, which needs no quantile:
+    mean_i 1[|F_i(y_i) - ½| <= level/2]. mean, sd: [S, n, ...], y: [n, ...]."""
+    mean, sd, y = _mixture("coverages", mean, sd, y)
+    return central(torch.special.ndtr((y - mean) / sd).mean(0), levels)
+
+
+def central(below: Tensor, levels: Sequence[float] = LEVELS) -> list[float]:
+    """The share of F_i(y_i) = `below` within level/2 of ½, for each level."""
+    if not levels or not all(0 < level < 1 for level in levels):
+        raise ValueError(f"coverages: levels is {levels}; expected numbers in (0, 1)")
+    off = (below.double() - 0.5).abs()
+    return [(off <= m / 2).double().masked_fill(off.isnan(), math.nan).mean().item() for m in levels]
 
 
 def rmse(mean: Tensor, y: Tensor) -> float:
@@ -107,6 +192,28 @@ def _classes(name: str, probs: Tensor, y: Tensor, lead: str = "") -> tuple[Tenso
         got = f"{y.min().item():g} ... {y.max().item():g}"
         raise ValueError(f"{name}: y holds {got}; expected whole labels in 0 ... {p.shape[-1] - 1}")
     return p.masked_fill(p.isnan().any(-1, keepdim=True), math.nan), labels  # one NaN spoils its datum in every score
+
+
+def _binned(name: str, probs: Tensor, y: Tensor, bins: int, mass: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Confidences, hits and bins of the n data, in the order of the bins if these are of equal mass."""
+    if bins < 1 or mass not in ("width", "equal"):
+        raise ValueError(f"{name}: bins is {bins}, mass is {mass!r}; expected bins >= 1 and mass 'width' or 'equal'")
+    p, y = _classes(name, probs, y)
+    confidence, hit = p.amax(-1), _hits(p, y)
+    if mass == "width":
+        edges = torch.linspace(0, 1, bins + 1, dtype=p.dtype, device=p.device)
+        return confidence, hit, torch.bucketize(confidence, edges[1:], right=True)
+    order = confidence.argsort(stable=True)
+    return confidence[order], hit[order], torch.arange(len(p), device=p.device) * bins // len(p)
+
+
+def _mixture(name: str, mean: Tensor, sd: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Checked mean, sd [S, n, ...] and y [n, ...], in float64."""
+    _same(name, "mean[0]", mean.shape[1:], "y", y.shape)
+    _same(name, "sd", sd.shape, "mean", mean.shape)
+    if (sd <= 0).any():
+        raise ValueError(f"{name}: the least sd is {sd.min().item():g}; expected sd > 0")
+    return mean.double(), sd.double(), y.double()
 
 
 def _hits(p: Tensor, y: Tensor) -> Tensor:

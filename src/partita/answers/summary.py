@@ -72,10 +72,11 @@ def measure(x: Tensor, ensembles: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     C, S, V = x.shape
     if ensembles == C:
-        return diagnostics.rhat(x), diagnostics.ess(x), diagnostics.iac(x)
+        found = diagnostics.diagnose(x, ("rhat", "ess_bulk", "iac"))
+        return found["rhat"], found["ess_bulk"], found["iac"]
     mean = x.reshape(ensembles, C // ensembles, S, V).mean(1)
-    rhat, iac = diagnostics.rhat(mean), diagnostics.iac(mean)
-    return rhat, x.flatten(0, 1).var(0) / mean.flatten(0, 1).var(0) * diagnostics.ess(mean, "mean"), iac
+    found = diagnostics.diagnose(mean, ("rhat", "ess_mean", "iac"))
+    return found["rhat"], x.flatten(0, 1).var(0) / mean.flatten(0, 1).var(0) * found["ess_mean"], found["iac"]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from functools import cache, partial
 import torch
 
 from partita import models
-from partita.bench import peers
+from partita.bench import diagnostics, peers
 from partita.bench.ours import EPS, Setting, engine, whole
 from partita.bench.scan import jax_scan
 from partita.bench.timing import Runner
@@ -48,6 +48,10 @@ def s(M: int, count: int | None = None) -> Structured:
 def groups(device: str, long: bool = False) -> Iterator[list[Runner]]:
     """The jobs for this kind of device, in the order of the table; on a CPU those that take minutes only if `long`."""
     yield from _mlp(device)
+    yield [
+        Runner("Diagnostics, 4 x 25,000 draws", "R-hat, bulk and tail ESS of 40 variables", 4, who, partial(make, 40))
+        for who, make in (("partita", diagnostics.ours), ("ArviZ", diagnostics.arviz))
+    ]
     for norm in ("frn", "batch") if device == "cuda" else ("frn",):
         yield from _resnet(device, "ResNet-20 B=128", norm, resnet(3, 32, 128, device, norm), long)
         yield from _resnet(device, "ResNet-20 B=500", norm, resnet(1, 28, 500, device, norm), long)

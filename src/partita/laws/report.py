@@ -41,6 +41,14 @@ def rows(full: bool, only: str = "") -> list[Row]:
     return [r for r in chosen if only.lower() in str(r).lower()]
 
 
+def own_rows(sampler: str) -> list[Row]:
+    """The rows of a sampler that is not ours, "package.module:name"."""
+    from partita.laws import own
+
+    own.load(sampler)  # refused here, once, rather than in every row
+    return list(own.cells(sampler))
+
+
 def run_row(row: Row, seed: int = 0) -> Outcome:
     torch.set_num_threads(1)  # a worker process of its own
     began = time.perf_counter()

@@ -24,7 +24,7 @@ from partita.engine.modes import Eager
 from partita.engine.step import Chains, Step
 from partita.laws import exact
 from partita.runs.choose import Engine, choose_engine
-from partita.runs.setup import prepare, seeded
+from partita.runs.setup import Plan, prepare, seeded
 from partita.samplers import PSGLD, SGHMC, SGLD, precondition
 from partita.structure import Ensemble, Joint, Reservoir, Structured, Window, masks, partitions
 from partita.target import Density
@@ -42,7 +42,7 @@ class SamplerRow:
     """A sampler, and the exact dynamics of it once its preconditioner [D] (None: it has none) is frozen."""
 
     sampler: Any
-    dynamics: Callable[[np.ndarray | None], exact.Overdamped | exact.Underdamped]
+    dynamics: Callable[[np.ndarray | None], exact.Overdamped | exact.Underdamped] | None
 
 
 SAMPLERS: dict[str, SamplerRow] = {
@@ -152,25 +152,17 @@ def run_cell(
     cell: Cell, seed: int = 0, chains: int = CHAINS, steps: int = STEPS, engine: str = "eager", device: str = "cpu"
 ) -> Result:
     """Sample the cell, solve it exactly, compare."""
-    row = SAMPLERS[cell.sampler]
-    target = gaussian_target(cell.temperature, device)
+    row = SAMPLERS[cell.sampler] if cell.sampler in SAMPLERS else own_row(cell.sampler)
+    if row.dynamics is None:
+        from partita.laws.own import small_step
+
+        return small_step(cell, row.sampler, seed)
+    target, structure, past, ensemble, law, labels = setting(cell, device)
     L, mu_lik, prior, mu0 = target_numbers()
-    if cell.mask == "Joint":
-        structure: Any = Joint()
-        past, ensemble, law, labels = 1, None, None, np.zeros(D, int)
-    else:
-        mask, make_law = MASKS[cell.mask]
-        history, past, ensemble = HISTORIES[cell.history]
-        structure = Structured(PARTITIONS[cell.partition], mask, history, past)
-        labels = structure.partition.groups(target.space).labels.numpy()
-        law = make_law(int(labels.max()) + 1)
     mean = exact.stationary_mean(L, mu_lik, labels, law, prior, mu0)
     with seeded(seed, device, target) as dev:
-        start = torch.tensor(mean, dtype=torch.float32, device=dev)
-        plan = prepare(
-            target, None, structure, row.sampler, chains=chains, batch_size=None, init=start, device=dev, spread=1.0
-        )
-        state = plan.step.init(plan.theta)
+        centre = torch.tensor(mean, dtype=torch.float32, device=dev)
+        plan, state = start(target, structure, row.sampler, mean, None, dev, chains)
         G = None
         if "V" in state.sampler:
             state, G = _adapted(plan.step, state)
@@ -186,11 +178,51 @@ def run_cell(
             force=L @ (mean - mu_lik),
         ).cov
         if "rows" in state.history:
-            _fill(state, start, cov)
+            _fill(state, centre, cov)
         chosen = choose_engine(engine, plan.step, state, steps)
         assert not chosen.fell_back, chosen.why
-        first, second = moments(plan.step, state, start, steps, run=chosen.engine)
+        first, second = moments(plan.step, state, centre, steps, run=chosen.engine)
     return compare(str(cell), first, second, cov, ensemble or 1)
+
+
+def own_row(name: str) -> SamplerRow:
+    """A sampler that is not ours, "package.module:name"."""
+    from partita.laws.own import load
+
+    sampler = load(name)
+    return SamplerRow(sampler, getattr(sampler, "dynamics", None))
+
+
+def setting(cell: Cell, device: str = "cpu") -> tuple[Density, Any, int, int | None, exact.MaskLaw | None, np.ndarray]:
+    """Target, structure, past draws J, ensemble size, mask law, labels [D]."""
+    target = gaussian_target(cell.temperature, device)
+    if cell.mask == "Joint":
+        return target, Joint(), 1, None, None, np.zeros(D, int)
+    mask, make_law = MASKS[cell.mask]
+    history, past, ensemble = HISTORIES[cell.history]
+    structure = Structured(PARTITIONS[cell.partition], mask, history, past)
+    labels = structure.partition.groups(target.space).labels.numpy()
+    return target, structure, past, ensemble, make_law(int(labels.max()) + 1), labels
+
+
+def start(
+    target: Density,
+    structure: Any,
+    sampler: Any,
+    mean: np.ndarray,
+    cov: np.ndarray | None,
+    device: torch.device,
+    chains: int = CHAINS,
+) -> tuple[Plan, Chains]:
+    """Chains around the mean, and with `cov` a history full of exact draws."""
+    centre = torch.tensor(mean, dtype=torch.float32, device=device)
+    plan = prepare(
+        target, None, structure, sampler, chains=chains, batch_size=None, init=centre, device=device, spread=1.0
+    )
+    state = plan.step.init(plan.theta)
+    if cov is not None and "rows" in state.history:
+        _fill(state, centre, cov)
+    return plan, state
 
 
 def _adapted(step: Step, state: Chains) -> tuple[Chains, np.ndarray]:
@@ -212,13 +244,20 @@ def _fill(state: Chains, mean: Tensor, cov: np.ndarray) -> None:
 
 
 def moments(
-    step: Step, state: Chains, mean: Tensor, steps: int, settle: int = SETTLE, run: Engine | None = None
+    step: Step,
+    state: Chains,
+    mean: Tensor,
+    steps: int,
+    settle: int = SETTLE,
+    run: Engine | None = None,
+    rate: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Time averages of θ - m [C, D] and its outer product [C, D, D], after the chains have settled."""
     C, D = state.theta.shape
     first = torch.zeros(C, D, dtype=torch.float64, device=mean.device)
     second = torch.zeros(C, D, D, dtype=torch.float64, device=mean.device)
-    rate, run, history = step.sampler.schedule(0, 1), run or Eager(step), step.structure.history
+    rate = step.sampler.schedule(0, 1) if rate is None else rate
+    run, history = run or Eager(step), step.structure.history
     for t in range(1, settle + steps + 1):
         run.advance(state, rate, 0.0, write=history is not None and t % history.every == 0)
         if t > settle:
@@ -232,8 +271,7 @@ def compare(name: str, first: Tensor, second: Tensor, cov: np.ndarray, size: int
     """z of the mean (exactly 0) and of every entry of the covariance, over chains, or over ensembles of coupled chains."""
     dim = len(cov)
     upper = np.triu_indices(dim)
-    units = np.concatenate([first.numpy(), second.numpy()[:, upper[0], upper[1]] - cov[upper]], axis=1)
-    units = units.reshape(-1, size, units.shape[1]).mean(1)
+    units = reading(first, second, cov, size)
     error = units.mean(0)
     z = np.abs(error) / (units.std(0, ddof=1) / math.sqrt(len(units)))
     worst = int(np.argmax(np.where(np.isfinite(z), z, np.inf)))
@@ -241,6 +279,13 @@ def compare(name: str, first: Tensor, second: Tensor, cov: np.ndarray, size: int
     sizes = np.sqrt(np.concatenate([np.diag(cov), np.outer(np.diag(cov), np.diag(cov))[upper]]))
     at = float(z[worst]) if np.isfinite(z[worst]) else math.inf
     return Result(name, at, names[worst], len(z), float(np.abs(error / sizes).max()))
+
+
+def reading(first: Tensor, second: Tensor, cov: np.ndarray, size: int) -> np.ndarray:
+    """Errors of the mean and of the covariance's entries, a row for each independent unit of `size` chains."""
+    upper = np.triu_indices(len(cov))
+    units = np.concatenate([first.numpy(), second.numpy()[:, upper[0], upper[1]] - cov[upper]], axis=1)
+    return units.reshape(-1, size, units.shape[1]).mean(1)
 
 
 def all_cells() -> list[Cell]:

@@ -64,7 +64,7 @@ class Loader:
     def inputs(self, rows: int) -> Iterator[Any]:
         """Looked up once and put back: a second pass beside the first would move the loader's random state."""
         if not self._inputs:
-            few = max(rows // self.B, 1)
+            few = max(min(rows, self.N) // self.B, 1)  # of one pass, which `restore` can go through again
             self._ahead.extend(islice(self._source, max(few - len(self._ahead), 0)))
             self._inputs = [self._send(x) for x, _ in islice(self._ahead, few)]
         return iter(self._inputs)

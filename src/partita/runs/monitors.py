@@ -56,6 +56,13 @@ class TemperatureCheck:
         self._g += (g - self._g) / self.n
         self._co += d * (g - self._g)
 
+    def state(self) -> dict[str, Tensor]:
+        return {"n": torch.tensor(self.n), "theta": self._theta, "g": self._g, "co": self._co}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        self.n = int(state["n"])
+        self._theta, self._g, self._co = (state[k].to(self._co.device) for k in ("theta", "g", "co"))
+
     def groups(self, labels: Tensor, count: int) -> Tensor:
         """[C, M]: the temperature of each group (NaN before there are two states)."""
         if self.n < 2:
@@ -99,6 +106,15 @@ class ScoreMonitor:
         """What a run knows once it is set up."""
         self.step = step
         self.x, self.y = map_tree(lambda t: t.to(device), (self.x, self.y))
+
+    def state(self) -> dict[str, Tensor]:
+        """The running average."""
+        return {"n": torch.tensor(self._n), **(self._sums if self._n else {})}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        if state:
+            self._n = int(state["n"])
+            self._sums = {k: v.to(self.y.device) for k, v in state.items() if k != "n"}
 
     def __call__(self, moment: Moment) -> Record:
         target, batches = self.step.energies.target, self.step.batches

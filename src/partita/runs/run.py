@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from partita.answers.predictive import Prediction, predict
+from partita.answers.stream import Streamed, marginal_rows, stream
 from partita.answers.summary import Mixing, Summary
 from partita.runs.checks import whole
 from partita.structure.history import History
@@ -18,6 +21,7 @@ from partita.target import ParameterSpace, Posterior, Target
 from partita.target.trees import leaves, map_tree
 
 MOST_PARAMETERS = 1_000  # looked at by summary(), evenly spread over θ
+BLOCK = 64  # draws of all chains read at once when predictions are streamed
 PIECE = 10_000_000  # outputs of one row predicted at once
 
 
@@ -31,7 +35,7 @@ class Run:
     """
 
     target: Target
-    samples: Tensor
+    samples: Any  # a Tensor, or what reads like one from disk
     steps: list[int]
     settings: dict[str, Any]
     metrics: list[dict[str, Any]]
@@ -61,16 +65,27 @@ class Run:
             )
         return target.module(self.samples[chain, draw], {k: v[chain, draw] for k, v in self.statistics.items()}).eval()
 
-    def predict(self, x: Any, draws: int | None = None) -> Prediction:
-        """Predictions at x, averaged over all draws of all chains, or `draws` of them evenly spread."""
+    def predict(self, x: Any, draws: int | None = None, rows: str = "joint", seed: int = 0) -> Prediction:
+        """Predictions at x, averaged over all draws of all chains, or `draws` of them evenly spread.
+
+        rows="joint": each draw is one state of a chain, as it was sampled. "marginals": each group takes a state of its own
+        (of one chain), the product of marginals q̂ that a structured method stands for; `seed` says which.
+        """
         target = self._posterior("predict()")
-        theta = self._draws().flatten(0, 1)
-        stats = {k: v.flatten(0, 1) for k, v in self.statistics.items()}
-        if draws is not None:
-            if not whole(draws, 1) or draws > len(theta):
-                raise ValueError(f"predict got draws={draws!r}, expected a whole number from 1 to {len(theta):,}")
-            pick = torch.linspace(0, len(theta) - 1, draws).round().long()
-            theta, stats = theta[pick], {k: v[pick] for k, v in stats.items()}
+        C, S, _ = self._draws().shape
+        if draws is not None and (not whole(draws, 1) or draws > C * S):
+            raise ValueError(f"predict got draws={draws!r}, expected a whole number from 1 to {C * S:,}")
+        if rows not in ("joint", "marginals"):
+            raise ValueError(f"predict got rows={rows!r}, expected 'joint' or 'marginals'")
+        if rows == "marginals":
+            if self.statistics:
+                raise ValueError(
+                    "predict got rows='marginals', expected 'joint': BatchNorm statistics belong to whole states"
+                )
+            theta, stats = self._marginals(draws or C * S, seed), {}
+        else:
+            pick = torch.linspace(0, C * S - 1, draws or C * S).round().long()
+            theta, stats = self._rows(pick), {k: v.flatten(0, 1)[pick] for k, v in self.statistics.items()}
         device = torch.device(self.settings["device"])
         return self._predict(target.to(device), theta, x, stats)
 
@@ -80,6 +95,20 @@ class Run:
         prediction = predict(target, theta.to(device), x, stats, how=self.settings["chains_run"])
         prediction.draws = {k: v.cpu() for k, v in prediction.draws.items()}
         return prediction
+
+    def stream(self, x: Any, y: Any = None) -> Streamed:
+        """Predictions of all draws with only their means in memory: for inputs by the million, a DataLoader of them, or
+        more draws than fit. With the targets y it has .scores()."""
+        C, S, _ = self._draws().shape
+        each = max(1, BLOCK // C)
+
+        def blocks() -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+            for a in range(0, S, each):
+                stats = {k: v[:, a : a + each].flatten(0, 1) for k, v in self.statistics.items()}
+                yield self.samples[:, a : a + each].flatten(0, 1), stats
+
+        target = self._posterior("stream()").to(torch.device(self.settings["device"]))
+        return stream(target, blocks, x, y, how=self.settings["chains_run"])
 
     def summary(self) -> Summary:
         """R-hat, ESS and IAC over parameters and function values, temperature, composition gap, verdict."""
@@ -115,6 +144,18 @@ class Run:
             notes=tuple(self.settings.get("notes", ())),
         )
 
+    def report(self, out: str | Path, test: tuple[Any, Any] | None = None) -> Path:
+        """report.html with its pictures in the folder `out`: verdict, scores on `test`, calibration, traces, settings."""
+        from partita.answers.report import report
+
+        return report(self, out, test)
+
+    def to_arviz(self, parameters: Sequence[str] | None = None, test: tuple[Any, Any] | None = None) -> Any:
+        """For ArviZ (an extra): the draws under the module's own names and shapes; with `test` the predictions there."""
+        from partita.answers.arviz import to_arviz
+
+        return to_arviz(self, parameters, test)
+
     def _history_span(self) -> int | None:
         """Steps between the oldest and the newest state the history holds."""
         if self.history is None:
@@ -131,12 +172,14 @@ class Run:
     def _functions(self) -> Tensor:
         """[C, S, V]: what each draw predicts at the probe inputs (log-probabilities, or means); never thinned."""
         C, S, _ = self.samples.shape
-        target, theta = self._posterior("summary()"), self._draws().flatten(0, 1)
+        target = self._posterior("summary()")
         target = target.to(torch.device(self.settings["device"]))
         stats = {k: v.flatten(0, 1) for k, v in self.statistics.items()}
         few = lambda n: map_tree(lambda t: t[:n], self.probe[0])
         at = lambda rows, a, b: (
-            self._predict(target, theta[a:b], few(rows), {k: v[a:b] for k, v in stats.items()}).draws
+            self._predict(
+                target, self._rows(torch.arange(a, min(b, C * S))), few(rows), {k: v[a:b] for k, v in stats.items()}
+            ).draws
         )
         one = at(1, 0, 1)
         name = next(n for n in ("probs", "mean", *one) if n in one)
@@ -145,7 +188,18 @@ class Run:
         values = torch.cat([at(rows, a, a + each)[name].flatten(1)[:, :MOST_PARAMETERS] for a in range(0, C * S, each)])
         return (values.log().clamp(min=-50) if name == "probs" else values).reshape(C, S, -1)
 
-    def _draws(self) -> Tensor:
+    def _marginals(self, n: int, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return marginal_rows(self.samples[:], self.groups.labels.cpu(), n, generator)
+
+    def _rows(self, pick: Tensor) -> Tensor:
+        """[n, D] of draws counted over all chains; from disk those alone."""
+        C, S, D = self.samples.shape
+        if len(pick) == C * S:
+            return self.samples[:].reshape(C * S, D)
+        return torch.cat([self.samples[c, pick[pick // S == c] % S] for c in range(C)])
+
+    def _draws(self) -> Any:
         if self.samples.shape[1] == 0:
             raise ValueError(f"the run kept no draws ({self.stopped or 'it has none'})")
         return self.samples

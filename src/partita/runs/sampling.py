@@ -1,41 +1,32 @@
-"""The only loop: burn in, step, keep, watch, stop."""
+"""`sample`: everything that is settled before the loop, then the loop."""
 
 from __future__ import annotations
 
 import math
-import time
+import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from partita.engine.modes import Eager
-from partita.engine.step import Chains, Step
+from partita.runs import record, store
 from partita.runs.checks import check_choices, check_sampler, check_target, gib, lengths
-from partita.runs.choose import choose_engine
-from partita.runs.errors import DivergenceError
-from partita.runs.monitors import (
-    Moment,
-    ScoreMonitor,
-    TemperatureCheck,
-    as_monitors,
-    composition_gap,
-    heard,
-    recalibrated,
-)
+from partita.runs.halt import Halt
+from partita.runs.keeping import InMemory, OnDisk
+from partita.runs.loop import Loop
+from partita.runs.monitors import ScoreMonitor, as_monitors
 from partita.runs.progress import Progress
+from partita.runs.resume import told
 from partita.runs.run import Run
 from partita.runs.setup import Plan, available_memory, prepare, seeded
 from partita.runs.torchstate import switched
 from partita.samplers import Sampler
 from partita.structure import Joint, Structure
-from partita.structure.gradient import Gradient
-from partita.target import Posterior, Target
+from partita.target import Target
+from partita.target.trees import short
 
 KEEP = 2 * 2**30  # bytes of draws that keep="auto" allows
-CHECK_EVERY = 25  # steps between two looks for NaN
 
 
 def sample(
@@ -61,6 +52,9 @@ def sample(
     keep: str = "auto",
     memory: int | None = None,
     progress: bool | None = None,
+    out: str | Path | None = None,
+    rows: str | None = None,
+    recipe: str | None = None,
 ) -> Run:
     """Sample a target with C chains at once, each with its own minibatches, masks and past draws.
 
@@ -76,6 +70,9 @@ def sample(
                     torch's own tf32 switches as they are)
     augment         x -> x for the batches of all chains at once, leaves [C, B, ...], drawn anew for every row
     keep            "auto" thins further so that the draws take at most 2 GiB; "all" keeps what was asked or refuses
+    out             a new folder for the run: draws, checkpoints and records are saved as they come, `pt.load(out)` reads
+                    them, `pt.resume(out)` goes on; Ctrl-C, SIGTERM and SIGUSR1 save and stop (`recipe`: its text)
+    rows            "bfloat16" halves the draws on disk; refused where it would blur the posterior (default: θ's own dtype)
     memory          bytes the compositions of one step may take at once (default: 1 GiB, on a GPU a quarter of what is free)
     """
     check_target(target)
@@ -84,6 +81,11 @@ def sample(
     check_choices(monitor_every, engine, precision, augment, keep, progress)
     sampler.check(target.temperature, burn_in)
     monitors = as_monitors(monitor, target)
+    folder = None if out is None else _new_folder(out)
+    if rows not in (None, "float32", "bfloat16") or (rows is not None and folder is None):
+        raise ValueError(f"rows is {rows!r}, expected 'float32' or 'bfloat16', of a run with a folder (out=...)")
+    if not isinstance(recipe, str | None):
+        raise ValueError(f"recipe is {short(recipe)}, expected the text of a recipe")
     with seeded(seed, device, target) as dev, switched(precision):
         whole: Structure = Joint() if structure is None else structure
         plan = prepare(
@@ -101,8 +103,8 @@ def sample(
             precision="bf16" if precision == "bf16" else "float32",
             augment=augment,
         )
-        thin, notes = _fit_draws(plan, steps - burn_in, thin, keep)
-        settings = {
+        thin, notes = _fit_draws(plan, steps - burn_in, thin, keep, folder, 2 if rows == "bfloat16" else None)
+        settings: dict[str, Any] = {
             "target": repr(target),
             "sampler": repr(sampler),
             "structure": repr(whole),
@@ -121,154 +123,55 @@ def sample(
             "precision": precision,
             "chains_run": plan.step.energies.how,
             "notes": [*plan.notes, *notes],
+            "horizon": steps,
+            "monitor_every": monitor_every or max(1, steps // 10),
+            "keep": keep,
+            "memory": memory,
+            "loader": batch_size is None and hasattr(plan.step.batches, "loader"),
+            "rows": rows or str(plan.theta.dtype).removeprefix("torch."),
+            "done": 0,
         }
-        loop = _Loop(plan, sampler, steps, burn_in, thin, settings, target)
-        for m in monitors:
-            if isinstance(m, ScoreMonitor):
-                m.attach(plan.step, dev)
-        with Progress(steps, settings, show=progress) as bar:
-            return loop.go(monitors, monitor_every or max(1, steps // 10), bar)
-
-
-class _Loop:
-    """The state of one run while it goes."""
-
-    def __init__(
-        self, plan: Plan, sampler: Sampler, steps: int, burn_in: int, thin: int, settings: dict, target: Target
-    ):
-        self.plan, self.sampler, self.target = plan, sampler, target
-        self.steps, self.burn_in, self.thin, self.settings = steps, burn_in, thin, settings
-        self.step: Step = plan.step
+        if folder is not None:
+            store.create(
+                folder, record.about(target, plan, sampler, whole, settings), record.fixed(target, plan), recipe
+            )
         C, D = plan.theta.shape
-        self.draws = torch.empty(C, (steps - burn_in) // thin, D, dtype=plan.theta.dtype)
-        self.statistics: list[dict[str, Tensor]] = []
-        self.kept: list[int] = []
-        self.metrics: list[dict[str, Any]] = []
-        self.temperature = TemperatureCheck(plan.theta)
-        self.heat = torch.zeros(C, D, dtype=torch.float64, device=plan.device)
-        self.chains = self.step.init(plan.theta)
-        chosen = choose_engine(settings["engine"], self.step, self.chains, steps)
-        self.engine = chosen.engine
-        settings |= {"engine": chosen.engine.name, "engine_why": chosen.why}
-        settings["notes"] += [chosen.why] if chosen.fell_back else []
-        self.done = 0
-        self.stopped: str | None = None
-
-    def go(self, monitors: list, monitor_every: int, bar: Progress) -> Run:
-        chains, history = self.chains, self.step.structure.history
-        warm = Eager(self._joint())
-        good, good_at, t = chains.theta.clone(), 0, 0
-        began = time.perf_counter()
-        try:
-            for t in range(1, self.steps + 1):
-                rate = self.sampler.schedule(t - 1, self.steps)
-                engine = warm if history is not None and t <= history.warm_up else self.engine
-                before = chains.theta.clone() if self._keeps(t - 1) else None
-                forgets = t == self.plan.forget_at
-                writes = history is not None and t % history.every == 0 and not forgets
-                grad = engine.advance(chains, rate, 1.0 if t <= self.burn_in else 0.0, writes)
-                self.done = t
-                if forgets:
-                    self.step.forget(chains)
-                if before is not None:
-                    self.temperature.see(before, grad.g)
-                    self.heat += self.sampler.heat(grad.g, chains.sampler, rate, self.step.temperature)
-                if t % CHECK_EVERY == 0 or t in (1, self.steps) or self._keeps(t):
-                    self._check(chains, self._energy(grad), t, good, good_at)
-                    good, good_at = chains.theta.clone(), t
-                if self._keeps(t):
-                    self._keep(chains, t)
-                if t % monitor_every == 0 or t == self.steps:
-                    self._watch(chains, monitors, t, time.perf_counter() - began)
-                if bar.due(t):
-                    bar.update(t, float(self._energy(grad).mean()) / self.step.batches.N)
-                if self.stopped is not None:
-                    break
-        except KeyboardInterrupt:
-            self.stopped = f"interrupted at step {t:,} of {self.steps:,}"
-        except DivergenceError:
-            raise
-        except Exception as e:  # of a monitor or a data loader: what was sampled until then is not lost
-            self.stopped = f"failed at step {t:,}: {type(e).__name__}"
-            e.run = self._run()  # type: ignore[attr-defined]
-            e.add_note(f"The run until then is in this exception's .run: {e.run}")  # type: ignore[attr-defined]
-            raise
-        finally:
-            self.settings["seconds"] = time.perf_counter() - began
-        return self._run()
-
-    def _joint(self) -> Step:
-        """The joint step that fills a history before anything is composed of it."""
-        joint = Joint().bind(self.step.energies.target.space, self.plan.device)
-        joint = replace(joint, history=self.step.structure.history)  # never read, but written
-        return replace(self.step, structure=joint, energies=replace(self.step.energies, pieces=1))
-
-    def _energy(self, grad: Gradient) -> Tensor:
-        """U [C]: of the likelihood as the step met it, of the prior at the states it led to."""
-        return grad.composed + self.step.energies.prior_energy(self.chains.theta)
-
-    def _keeps(self, t: int) -> bool:
-        return t > self.burn_in and (t - self.burn_in) % self.thin == 0
-
-    def _keep(self, chains: Chains, t: int) -> None:
-        self.draws[:, len(self.kept)] = chains.theta.cpu()
-        target = self.step.energies.target
-        if isinstance(target, Posterior) and target.network.batchnorm == "recalibrate":
-            self.statistics.append(recalibrated(target, chains.theta, self.step.batches))
-        self.kept.append(t)
-
-    def _check(self, chains: Chains, energy: Tensor, t: int, good: Tensor, good_at: int) -> None:
-        fine = chains.theta.isfinite().all(1) & energy.isfinite()
-        if not bool(fine.all()):
-            self.stopped = f"diverged at step {t:,}"
-            bad = (~fine).nonzero().flatten().tolist()
-            raise DivergenceError(bad, t, str(self.sampler), good.cpu(), good_at, self._run())
-
-    def _watch(self, chains: Chains, monitors: list, t: int, seconds: float) -> None:
-        record: dict[str, Any] = {"step": t, "seconds": seconds}
-        with torch.random.fork_rng(devices=[self.plan.device] if self.plan.device.type == "cuda" else []):
-            if self.step.structure.history is not None:
-                record["composition_gap"] = float(composition_gap(self.step, chains).mean())
-            moment = Moment(t, self.steps, chains.theta.clone(), t <= self.burn_in, self.step.energies.target)
-            for monitor in monitors:
-                found, stop = heard(monitor(moment))
-                record = {**found, **record}
-                if stop is not None:
-                    self.stopped = f"stopped at step {t:,} by a monitor: {stop}"
-        self.metrics.append(record)
-
-    def _run(self) -> Run:
-        groups = self.step.structure.groups
-        n = self.temperature.n or math.nan
-        stats = self.statistics[: len(self.kept)]  # an interrupt may fall between the two
-        heat = (self.heat / n).float().cpu()
-        self.settings["done"] = self.done
-        return Run(
-            target=self.target,
-            samples=self.draws[:, : len(self.kept)],
-            steps=self.kept,
-            settings=self.settings,
-            metrics=self.metrics,
-            stopped=self.stopped,
-            statistics={k: torch.stack([s[k].cpu() for s in stats], 1) for k in stats[0]} if stats else {},
-            temperature=self.temperature.groups(groups.labels, groups.count),
-            heat=heat.mean(1),
-            hottest=heat.mean(0).max().item(),
-            probe=self.plan.probe,
-            ensembles=self.plan.ensembles,
-            groups=groups,
-            history=self.step.structure.history,
-            forgotten=self.plan.forget_at or 0,
+        kept = (
+            InMemory(C, (steps - burn_in) // thin, D, plan.theta.dtype)
+            if folder is None
+            else OnDisk(folder, settings["rows"])
         )
+        with kept:
+            loop = Loop(plan, sampler, target, settings, kept)
+            for m in monitors:
+                if isinstance(m, ScoreMonitor):
+                    m.attach(plan.step, dev)
+            with Halt(catch=kept.durable) as halt, Progress(steps, settings, show=progress) as bar:
+                run = loop.go(monitors, bar, halt)
+        return run if folder is None else told(run, folder)
 
 
-def _fit_draws(plan: Plan, after: int, thin: int | None, keep: str) -> tuple[int, list[str]]:
-    """The thinning that keeps the draws within memory, and a line where it is more than was asked for."""
+def _new_folder(out: Any) -> Path:
+    """The folder of a run to come."""
+    if not isinstance(out, (str, Path)):
+        raise ValueError(f"out is {out!r}, expected a folder, for example 'runs/first'")
+    folder = Path(out)
+    if (folder / "run.json").exists():
+        raise ValueError(
+            f"out is {str(folder)!r}, which holds a run, expected a new folder: pt.resume() goes on with that"
+        )
+    return folder
+
+
+def _fit_draws(
+    plan: Plan, after: int, thin: int | None, keep: str, folder: Path | None = None, itemsize: int | None = None
+) -> tuple[int, list[str]]:
+    """The thinning that keeps the draws within memory or disk, and a line where it is more than was asked for."""
     C, D = plan.theta.shape
-    row = C * D * plan.theta.element_size()
+    row = C * D * (itemsize or plan.theta.element_size())
     chosen = thin or max(1, math.ceil(after / 1000))
     need = after // chosen * row
-    free = int(0.9 * available_memory(torch.device("cpu")))
+    free = int(0.9 * (available_memory(torch.device("cpu")) if folder is None else _free_disk(folder)))
     most = min(KEEP, free) if keep == "auto" else free
     if need <= most:
         return chosen, []
@@ -278,3 +181,9 @@ def _fit_draws(plan: Plan, after: int, thin: int | None, keep: str) -> tuple[int
         raise ValueError(f"the draws would take {arithmetic}, expected at most {gib(most)} ({why})")
     chosen = after // (most // row + 1) + 1  # the least with after // chosen <= most // row
     return chosen, [f"thin raised to {chosen}: {arithmetic}, more than {gib(most)} ({why})"]
+
+
+def _free_disk(folder: Path) -> int:
+    """Bytes free where the folder is to be."""
+    there = next((p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir()), Path("."))
+    return shutil.disk_usage(there).free

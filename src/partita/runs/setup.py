@@ -94,18 +94,20 @@ def prepare(
     how: str = "auto",
     precision: str = "float32",
     augment: Callable[[Any], Any] | None = None,
+    start: Tensor | None = None,
 ) -> Plan:
-    """Check everything, then build the step. Must run inside `seeded`."""
+    """Check everything, then build the step. Must run inside `seeded`. `start` [C, D]: go on from there, not from init."""
     if not whole(chains, 1):
         raise ValueError(f"chains is {chains!r}, expected a whole number of at least 1")
     if memory is not None and not whole(memory, 1):
         raise ValueError(f"memory is {memory!r}, expected a whole number of bytes")
     if isinstance(structure, type) or not hasattr(structure, "bind"):
         raise ValueError(f"structure is {structure!r}, expected pt.Joint() or pt.Structured(...)")
-    given = _check_start(target, init, chains, spread)
+    given = None if start is not None else _check_start(target, init, chains, spread)
     bound = structure.bind(target.space, device)
     ensembles = bound.history.ensembles(chains) if bound.history is not None else chains
-    _check_coupled(init, given, coupled=ensembles < chains)
+    if start is None:
+        _check_coupled(init, given, coupled=ensembles < chains)
     _check_spread(target, spread, coupled=ensembles < chains)
     forget_at = _forget_at(bound.history, burn_in)
     batches = make_batches(data, batch_size, device, target.needs_data, target.space.values.dtype)
@@ -125,6 +127,8 @@ def prepare(
     if isinstance(target, Posterior) and target.network.batchnorm == "recalibrate":
         batches.inputs(RECALIBRATE)  # a loader looks them up now, so that when it does changes nothing
     step = Step(sampler or SGLD(1.0), bound, batches, energies, target.temperature, chunk, augment)
+    if start is not None:
+        return Plan(step, start.to(device), device, batches.head(32), ensembles, tuple(notes), forget_at)
     theta = starting_points(target, step, init if given is None else given, chains, spread, ensembles)
     if given is None and init == "map":
         notes.append(f"every chain starts at a MAP of its own, {MAP_STEPS:,} steps of Adam")

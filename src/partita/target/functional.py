@@ -121,6 +121,10 @@ class FunctionalModule:
             p.requires_grad_(name in self._trainable)
         return twin
 
+    def held(self) -> dict[str, Tensor]:
+        """The copy's own parameters and buffers."""
+        return {k: v.detach() for k, v in (*self.copy.named_parameters(), *self.copy.named_buffers())}
+
     def moved(self, device: torch.device) -> FunctionalModule:
         """This function with everything fixed on another device."""
         twin = copy.copy(self)

@@ -205,6 +205,22 @@ class Posterior:
         twin._bound = self._bound.to(device)
         return twin
 
+    def fixed(self) -> dict[str, Tensor]:
+        """What of the module is neither random nor recomputed for each draw: {name: tensor}."""
+        moving = {*self.space.names, *(self.network.statistics() if self.network.batchnorm == "recalibrate" else ())}
+        return {k: v for k, v in self.network.held().items() if k not in moving}
+
+    def holding(self, fixed: Mapping[str, Tensor]) -> Posterior:
+        """The same posterior with these values of what is fixed."""
+        mine = self.fixed()
+        if other := sorted(set(mine) ^ set(fixed)) or [k for k in mine if mine[k].shape != fixed[k].shape]:
+            raise ValueError(f"the fixed tensors of the module differ in {other[:4]}, expected those the run has saved")
+        twin = self.to(self.space.values.device)
+        held = twin.network.held()
+        for k, v in fixed.items():
+            held[k].copy_(v)
+        return twin
+
     def packed(self, half: torch.dtype | None) -> tuple[Posterior, Packing]:
         twin, packing = copy.copy(self), Packing.of(self.space, half)
         twin._tree = packing.tree
