@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from partita.runs import store
 
+SHARE = 0.05
+WAITING = 2**29  # bytes of draws
 FEW = 32  # draws a chain from which the spread of the posterior is told
 
 
@@ -68,14 +71,19 @@ class OnDisk:
 
     def __init__(self, path: Path, dtype: str):
         self.path, self.writer = path, store.SampleWriter(path, dtype=dtype)
+        self._last, self._took, self._bytes = time.monotonic(), 0.0, 0
         self._first: list[Tensor] | None = [] if dtype == "bfloat16" and not self.writer.committed else None
 
     @property
     def due(self) -> bool:
-        return self.writer.due
+        """Time to save. A checkpoint holds the whole history, so saving takes at most about a SHARE of the run's time,
+        unless the draws that wait become too many."""
+        rested = time.monotonic() - self._last >= self._took / SHARE
+        return self.writer.due and (rested or self._bytes >= WAITING)
 
     def add(self, t: int, theta: Tensor, statistics: dict[str, Tensor]) -> None:
         self.writer.append(t, theta, statistics)
+        self._bytes += theta.numel() * theta.element_size()
         if self._first is not None:
             self._first.append(theta.clone())
             if len(self._first) == FEW:
@@ -83,7 +91,10 @@ class OnDisk:
                 self._first = None
 
     def commit(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        began = time.monotonic()
         self.writer.commit({k: v.detach().cpu() for k, v in tensors.items()}, values)
+        self._last, self._bytes = time.monotonic(), 0
+        self._took = self._last - began
 
     def note(self, record: dict[str, Any]) -> None:
         store.note(self.path, record)

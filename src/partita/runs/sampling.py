@@ -171,16 +171,34 @@ def _fit_draws(
     row = C * D * (itemsize or plan.theta.element_size())
     chosen = thin or max(1, math.ceil(after / 1000))
     need = after // chosen * row
-    free = int(0.9 * (available_memory(torch.device("cpu")) if folder is None else _free_disk(folder)))
+    if folder is None:
+        free = int(0.9 * available_memory(torch.device("cpu")))
+    else:
+        free = int(0.9 * _free_disk(folder)) - 3 * _checkpoint(plan)  # two are kept while a third is written
+        if free < row:
+            raise ValueError(
+                f"out: {folder} has {gib(_free_disk(folder))} free, expected at least {gib(3 * _checkpoint(plan) + row)}: "
+                f"three checkpoints of {gib(_checkpoint(plan))} and a draw"
+            )
     most = min(KEEP, free) if keep == "auto" else free
     if need <= most:
-        return chosen, []
+        takes = (
+            f"the draws take {gib(need)} on disk, each of two checkpoints {gib(_checkpoint(plan))}" if folder else ""
+        )
+        return chosen, [takes] if need + _checkpoint(plan) > 2**20 and folder else []
     arithmetic = f"{C} chains x {after // chosen:,} draws x {D:,} parameters = {gib(need)}"
     why = "90 % of what is free" if most == free else "keep='all' allows what is free"
     if keep == "all" or row > most:
         raise ValueError(f"the draws would take {arithmetic}, expected at most {gib(most)} ({why})")
     chosen = after // (most // row + 1) + 1  # the least with after // chosen <= most // row
     return chosen, [f"thin raised to {chosen}: {arithmetic}, more than {gib(most)} ({why})"]
+
+
+def _checkpoint(plan: Plan) -> int:
+    """Bytes of a checkpoint, about: θ, the sampler's state, the heat's and the temperature's moments, the history."""
+    C, D = plan.theta.shape
+    history = plan.step.structure.history
+    return C * D * (3 * plan.theta.element_size() + 4 * 8) + (history.nbytes(C, D) if history is not None else 0)
 
 
 def _free_disk(folder: Path) -> int:

@@ -7,7 +7,6 @@ lease.json: {"host", "pid", "started", "heartbeat"}, times in seconds since 1970
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
@@ -29,6 +28,10 @@ class Lease:
     """The right to write in this folder, from now until `release`."""
 
     def __init__(self, folder: Path):
+        try:
+            import fcntl
+        except ImportError:
+            raise StoreError(f"{folder} cannot be locked here, expected Linux or macOS for runs on disk") from None
         self.folder = folder
         self.me: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
         with disk.writing(folder):

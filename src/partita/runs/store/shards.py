@@ -3,7 +3,7 @@
     step   int64 [n]                       the step of each draw
     theta  float32|float64|bfloat16 [n, C, D]
     stat.* [n, C, ...]                     BatchNorm statistics
-    digests uint8 [blocks, 8], last        the first 8 bytes of sha256 of each 16 KiB of the data before it
+    digests uint8 [blocks, 8], last        the first 8 bytes of sha256 of each 4 KiB of the data before it
 
 The name carries the root: sha256(header with its length, digests). The root is checked when a shard is opened, the
 digest of a block before anything of it is returned. Bytes are read (not mapped) and judged in our own memory: a mapped
@@ -29,7 +29,7 @@ from partita.runs.store import codec
 from partita.runs.store.codec import CARRIERS, Entry, Layout
 from partita.runs.store.disk import StoreError
 
-BLOCK = 16 * 1024
+BLOCK = 4 * 1024  # what a number is checked with: larger blocks cost columns, smaller ones the digests
 PIECE = 32 * 2**20  # bytes looked at together
 LONG_ROW = 32  # numbers from which a row is copied as a whole
 NAME = re.compile(r"draws-(\d{8,18})-([1-9]\d{0,17})-([0-9a-f]{16})\.safetensors")
