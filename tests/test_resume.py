@@ -252,3 +252,13 @@ def test_bfloat16_rows_are_the_rows_rounded_and_refused_where_they_blur(tmp_path
         ValueError, match=r"would blur the posterior: in 100.0% of .* \(least: 0.\d+%\), expected rows="
     ):
         pt.sample(narrow, out=tmp_path / "narrow", rows="bfloat16", **{**go, "init": torch.full((2,), 100.0)})
+
+
+def test_a_run_without_draws_yet_can_be_looked_at(tmp_path):
+    pt.sample(posterior(), (X, Y), sampler=pt.SGLD(1e-4), monitor=stop_at(10), out=tmp_path / "run", **HOW)
+    run = pt.load(tmp_path / "run", posterior())
+    assert run.steps == []
+    assert "too few to judge" in str(run.summary())
+    with pytest.raises(ValueError, match="the run kept no draws"):
+        run.predict(X)
+    assert len(pt.resume(tmp_path / "run", posterior(), (X, Y)).steps) == 13

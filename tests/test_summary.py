@@ -92,7 +92,8 @@ def test_the_ess_of_coupled_chains_is_var_over_the_variance_of_their_mean(ensemb
     shared = ar1(0.8, ensembles, S, V).repeat_interleave(size, 0)
     x = (shared + ar1(0.5, ensembles * size, S, V)) * 0.5**0.5
     of_mean = (0.5 * 9 + 0.5 * 3 / size) / (ensembles * S)
-    rhat, ess, iac = measure(x, ensembles)
+    rhat, ess, iac, tail = measure(x, ensembles)
+    assert bool(tail.isnan().all()) == (ensembles != len(x))
     assert ess.mean().item() == pytest.approx(1 / of_mean, rel=0.08)
     assert iac.mean().item() == pytest.approx(of_mean * ensembles * S / (0.5 + 0.5 / size), rel=0.08)
     assert rhat.median() < 1.02
@@ -104,7 +105,8 @@ def test_the_ess_of_coupled_chains_is_var_over_the_variance_of_their_mean(ensemb
 def test_independent_chains_are_measured_as_they_are():
     torch.manual_seed(0)
     x = ar1(0.5, 4, 500, 3)
-    rhat, ess, iac = measure(x, 4)
+    rhat, ess, iac, tail = measure(x, 4)
+    assert torch.equal(tail, pt.diagnostics.ess(x, "tail"))
     assert torch.equal(ess, pt.diagnostics.ess(x))
     assert torch.equal(rhat, pt.diagnostics.rhat(x))
     assert torch.equal(iac, pt.diagnostics.iac(x))

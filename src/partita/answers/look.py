@@ -50,7 +50,7 @@ def look(what: str, x: Tensor, names: Sequence[str], ensembles: int) -> Values:
     x = x.detach().float().cpu()
     C, S, V = x.shape
     unknown = torch.full((V,), math.nan)
-    rhat, ess, iac = measure(x, ensembles) if S >= MIN_DRAWS else (unknown,) * 3
+    rhat, ess, iac, _ = measure(x, ensembles) if S >= MIN_DRAWS else (unknown,) * 4
     units = x if ensembles == C else x.reshape(ensembles, C // ensembles, S, V).mean(1)
     return Values(what, units, names, rhat.numpy(), ess.numpy(), iac.numpy())
 

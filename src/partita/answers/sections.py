@@ -85,10 +85,10 @@ def agreement(values: Sequence[Values], run: Any) -> Sequence[Block]:
 
 
 def mixing_table(mixing: Sequence[Mixing]) -> Table:
-    head = ("", "number", "R-hat, median", "max", "ESS, median", "min", "IAC in steps, median", "max")
+    head = ("", "number", "R-hat, median", "max", "ESS, median", "min", "tails, min", "IAC in steps, median", "max")
     rows = [
         (m.what, f"{m.variables:,}", f"{m.rhat_median:.3f}", f"{m.rhat_max:.3f}", f"{m.ess_median:,.0f}",
-         f"{m.ess_min:,.0f}", f"{m.iac_median:,.1f}", f"{m.iac_max:,.1f}")
+         f"{m.ess_min:,.0f}", f"{m.tail_min:,.0f}", f"{m.iac_median:,.1f}", f"{m.iac_max:,.1f}")
         for m in mixing
     ]  # fmt: skip
     return Table(head, rows)

@@ -10,6 +10,7 @@ import math
 import textwrap
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from partita.answers import diagnostics
@@ -23,7 +24,7 @@ HISTORY_SPAN = 20  # a history must span this many IACs, or the chain samples ne
 
 @dataclass(frozen=True)
 class Mixing:
-    """Quantiles of R-hat, bulk ESS and IAC (in steps) over V variables."""
+    """Quantiles of R-hat, ESS (bulk and tail), IAC (in steps) and Monte Carlo error over V variables."""
 
     what: str
     variables: int
@@ -34,6 +35,8 @@ class Mixing:
     ess_min: float
     iac_median: float
     iac_max: float
+    tail_min: float  # ESS of the 5 % and 95 % quantiles (NaN: of coupled chains it is not told)
+    error_max: float  # Monte Carlo standard error of a mean, as a share of the posterior's standard deviation
     resolved: bool  # whether the IAC is longer than what thinning hides
 
     @classmethod
@@ -43,13 +46,13 @@ class Mixing:
         A variable on which all chains agree for ever says nothing (R-hat NaN); one on which each chain is stuck at a
         value of its own says everything (R-hat inf, ESS 1).
         """
-        rhat, ess, iac = measure(x, ensembles)
+        rhat, ess, iac, tail = measure(x, ensembles)
         told = ~rhat.isnan()
         if not bool(told.any()):
-            nan = math.nan
-            return cls(what, int(x.shape[-1]), nan, nan, nan, nan, nan, nan, nan, resolved=False)
-        rhat, ess, iac = rhat[told], ess[told].masked_fill(rhat[told].isinf(), 1.0), iac[told] * thin
-        iac = iac[iac.isfinite()]
+            return cls(what, int(x.shape[-1]), *(math.nan,) * 9, resolved=False)
+        stuck = rhat[told].isinf()
+        rhat, ess, tail = rhat[told], ess[told].masked_fill(stuck, 1.0), tail[told].masked_fill(stuck, 1.0)
+        iac = iac[told & iac.isfinite()] * thin
         return cls(
             what,
             int(x.shape[-1]),
@@ -60,23 +63,26 @@ class Mixing:
             ess.min().item(),
             iac.median().item() if iac.numel() else math.inf,
             iac.max().item() if iac.numel() else math.inf,
+            tail.min().item(),
+            (1 / ess.min().sqrt()).item(),
             resolved=bool(iac.numel()) and iac.median().item() > 2 * thin,
         )
 
 
-def measure(x: Tensor, ensembles: int) -> tuple[Tensor, Tensor, Tensor]:
-    """R-hat, ESS, IAC of each variable of [C, S, V].
+def measure(x: Tensor, ensembles: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """R-hat, bulk ESS, IAC and tail ESS of each variable of [C, S, V].
 
     Coupled chains: the estimate is the ensemble's mean x̄_t, so R-hat and IAC are those of x̄ with the ensembles as
     chains, and ESS = Var x / Var(estimate), Var(estimate) = Var x̄ · IAC(x̄) / (ensembles · S).
     """
     C, S, V = x.shape
     if ensembles == C:
-        found = diagnostics.diagnose(x, ("rhat", "ess_bulk", "iac"))
-        return found["rhat"], found["ess_bulk"], found["iac"]
+        found = diagnostics.diagnose(x, ("rhat", "ess_bulk", "iac", "ess_tail"))
+        return found["rhat"], found["ess_bulk"], found["iac"], found["ess_tail"]
     mean = x.reshape(ensembles, C // ensembles, S, V).mean(1)
     found = diagnostics.diagnose(mean, ("rhat", "ess_mean", "iac"))
-    return found["rhat"], x.flatten(0, 1).var(0) / mean.flatten(0, 1).var(0) * found["ess_mean"], found["iac"]
+    ess = x.flatten(0, 1).var(0) / mean.flatten(0, 1).var(0) * found["ess_mean"]
+    return found["rhat"], ess, found["iac"], torch.full_like(ess, math.nan)
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,10 @@ class Summary:
                     + ("" if hot else " or take larger steps")
                 )
             else:
-                said.append(f"the {m.what} have mixed: R-hat at most {m.rhat_max:.3f}, ESS at least {m.ess_min:.0f}")
+                said.append(
+                    f"the {m.what} have mixed: R-hat at most {m.rhat_max:.3f}, ESS at least {m.ess_min:.0f}, so means are "
+                    f"known to {100 * m.error_max:.0f} % of a standard deviation or better"
+                )
         if self.ensembles == 1:
             said.append(
                 "only one independent chain or ensemble: R-hat compares its halves, not chains with one another"
@@ -174,13 +183,13 @@ class Summary:
         units = "" if self.ensembles == self.chains else f" ({self.ensembles} independent ensembles)"
         t = self.temperature[self.temperature.isfinite()]
         lines = [
-            f"{self.chains} chains{units} x {self.draws:,} draws, {self.seconds:.1f} s",
-            f"{'':<20} {'R-hat':>6} {'max':>6} {'ESS':>7} {'min':>6} {'IAC':>7} {'max':>7}   medians; IAC in steps",
+            f"{self.chains} chains{units} x {self.draws:,} draws, {self.seconds:.1f} s (medians and worst; IAC in steps)",
+            f"{'':<20} {'R-hat':>6} {'max':>6} {'ESS':>7} {'min':>6} {'tails':>6} {'IAC':>7} {'max':>7}",
         ]
         for m in self.mixing:
             lines.append(
                 f"{f'{m.what} ({m.variables:,})':<20} {m.rhat_median:6.3f} {m.rhat_max:6.3f} {m.ess_median:7.0f} "
-                f"{m.ess_min:6.0f} {m.iac_median:7.1f} {m.iac_max:7.1f}"
+                f"{m.ess_min:6.0f} {m.tail_min:6.0f} {m.iac_median:7.1f} {m.iac_max:7.1f}"
             )
         if t.numel():
             mixed = all(m.unmixed == 0 for m in self.mixing)

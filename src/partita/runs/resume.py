@@ -33,7 +33,7 @@ def load(path: str | Path, target: Target | None = None) -> Run:
     target = _held(target or _recipe(path).posterior(), info, fixed)
     reader = store.SampleReader(path)
     state, values = checkpoints.newest(path) or ({}, {})
-    C, _, D = reader.shape
+    C, D = info["settings"]["chains"], target.space.dim
     check = TemperatureCheck(torch.zeros(C, D))
     if state:
         check.restore({k.removeprefix("temperature/"): v for k, v in state.items() if k.startswith("temperature/")})
