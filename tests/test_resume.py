@@ -45,7 +45,15 @@ CASES = {
     },
     "compiled": {"sampler": pt.PSGLD(1e-3), "structure": S_D, "engine": "compile"},
 }
-LONG = {"steps": 200_000, "burn_in": 50, "thin": 50, "chains": 3, "batch_size": 16, "monitor_every": 10}
+LONG = {
+    "steps": 200_000,
+    "burn_in": 50,
+    "thin": 50,
+    "chains": 3,
+    "batch_size": 16,
+    "monitor_every": 10,
+    "engine": "eager",
+}
 HOW = {"steps": 60, "burn_in": 21, "thin": 3, "chains": 3, "batch_size": 16, "monitor_every": 10}
 
 
@@ -214,7 +222,7 @@ def test_wrong_ways_to_go_on(tmp_path):
         pt.load(out)
     with pytest.raises(ValueError, match="no run"):
         pt.load(tmp_path / "nothing", posterior())
-    with pytest.raises(ValueError, match="history/rows, expected"):
+    with pytest.raises(ValueError, match=r"the structure is .*R=16.*, expected the run's: .*R=8"):
         pt.resume(out, posterior(), (X, Y), structure=replace(S, history=pt.Reservoir(16, every=2)))
     assert pt.resume(out, posterior(), (X, Y)).stopped is None  # none of them did any harm
 
@@ -247,11 +255,20 @@ def test_bfloat16_rows_are_the_rows_rounded_and_refused_where_they_blur(tmp_path
     half = pt.sample(wide, out=tmp_path / "half", rows="bfloat16", **go)
     assert torch.equal(half.samples[:], exact.samples.bfloat16().float())
     assert half.samples[:].dtype == torch.float32
+    assert half.settings["rows"] == "bfloat16"
     narrow = pt.Density(lambda t: -0.5 * ((t - 100) ** 2).sum(), dim=2)  # sd 1 % of a hundred, less a little
-    with pytest.raises(
-        ValueError, match=r"would blur the posterior: in 100.0% of .* \(least: 0.\d+%\), expected rows="
-    ):
-        pt.sample(narrow, out=tmp_path / "narrow", rows="bfloat16", **{**go, "init": torch.full((2,), 100.0)})
+    go["init"] = torch.full((2,), 100.0)
+    whole = pt.sample(narrow, **go)
+    for stop, why in ((90, r"in 100.0% of the parameters .* \(least: 0.\d+%\)"), (30, "20 draws a chain are too few")):
+        path = tmp_path / f"narrow{stop}"
+        with pytest.warns(UserWarning, match=f"rows='bfloat16' refused, float32 kept: {why}"):
+            run = pt.sample(narrow, out=path, rows="bfloat16", monitor=stop_at(stop), monitor_every=10, **go)
+        assert torch.equal(run.samples[:], whole.samples[:, : stop - 10])
+        assert pt.load(path, narrow).settings["rows"] == "float32"
+        if stop < 90:
+            gone_on = pt.resume(path, narrow)
+            assert torch.equal(gone_on.samples[:], whole.samples)
+            assert gone_on.steps == whole.steps
 
 
 def test_a_run_without_draws_yet_can_be_looked_at(tmp_path):
@@ -262,3 +279,146 @@ def test_a_run_without_draws_yet_can_be_looked_at(tmp_path):
     with pytest.raises(ValueError, match="the run kept no draws"):
         run.predict(X)
     assert len(pt.resume(tmp_path / "run", posterior(), (X, Y)).steps) == 13
+
+
+def contents(path):
+    return {p.relative_to(path): p.read_bytes() for p in path.rglob("*") if p.is_file() and p.name != "lock"}
+
+
+class Mirror:
+    def __call__(self, x):
+        return -x
+
+    def __repr__(self):
+        return "Mirror()"
+
+
+def test_a_refused_resume_changes_nothing(tmp_path):
+    """Not the finished run, and not the one that is half done."""
+    go = {"sampler": pt.SGLD(1e-4), "structure": S, "augment": Mirror(), **HOW}
+    other = pt.Posterior(posterior().model, pt.Categorical(), prior=pt.Normal(3.0))
+    for name, monitor in (("done", None), ("half", stop_at(30))):
+        path = tmp_path / name
+        pt.sample(posterior(), (X, Y), out=path, monitor=monitor, **go)
+        before = contents(path)
+        for target, more, match in (
+            (other, {}, r"the posterior is .*scale=3.*, expected the run's: .*scale=0.5"),
+            (posterior(), {"augment": None}, "does not say what its augment was|names code of yours"),
+            (posterior(), {"augment": pt.data.CropFlip()}, r"the augment is .*, expected the run's: Mirror\(\)"),
+            (posterior(), {"sampler": pt.SGLD(1e-2)}, r"the sampler is .*, expected the run's: SGLD\(step_size=0.0001"),
+            (posterior(), {"structure": pt.Joint()}, r"the structure is Joint\(\), expected the run's"),
+        ):
+            with pytest.raises(ValueError, match=match):
+                pt.resume(path, target, (X, Y), steps=100, **{"augment": Mirror(), **more})
+            assert contents(path) == before
+        with pytest.raises(ValueError, match="scale=3"):
+            pt.load(path, other)
+    assert pt.resume(tmp_path / "half", posterior(), (X, Y), augment=Mirror()).stopped is None
+
+
+def test_what_a_folder_names_is_not_run_when_it_is_looked_at(tmp_path):
+    from partita.runs import store
+
+    path = tmp_path / "run"
+    pt.sample(posterior(), (X, Y), sampler=pt.SGLD(1e-4), structure=S, out=path, monitor=stop_at(30), **HOW)
+    evil = {"kind": "os:makedirs", "name": str(tmp_path / "made")}
+    store.update(path, structure=evil, sampler=evil)
+    pt.load(path, posterior()).summary()
+    with pytest.raises(ValueError, match="names code of yours, expected it to be passed"):
+        pt.resume(path, posterior(), (X, Y))
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("where", ["draw", "step", "keep", "watch"])
+def test_an_error_in_the_middle_of_anything_leaves_a_run_that_goes_on_whole(where, tmp_path, monkeypatch):
+    from partita.engine.batches import Resident
+    from partita.runs.loop import Loop
+    from partita.samplers import SGLD
+
+    case = {**HOW, "sampler": pt.SGLD(1e-4), "structure": S}
+    whole = pt.sample(posterior(), (X, Y), **case)
+    owner, name = {
+        "draw": (Resident, "draw"),
+        "step": (SGLD, "step"),
+        "keep": (Loop, "_keep"),
+        "watch": (Loop, "_watch"),
+    }[where]
+    right, calls = getattr(owner, name), []
+
+    def fails_once(*args, **more):
+        calls.append(0)
+        result = right(*args, **more)  # the harm is done before the error comes
+        if len(calls) == {"draw": 40, "step": 40, "keep": 6, "watch": 4}[where]:
+            raise OSError("once")
+        return result
+
+    monkeypatch.setattr(owner, name, fails_once)
+    with pytest.raises(OSError, match="once"):
+        pt.sample(posterior(), (X, Y), out=tmp_path / "run", **case)
+    gone_on = pt.resume(tmp_path / "run", posterior(), (X, Y))
+    assert torch.equal(gone_on.samples[:], whole.samples)
+    assert gone_on.steps == whole.steps
+    assert torch.equal(gone_on.temperature, whole.temperature)
+
+
+def test_killed_while_the_engine_is_chosen_the_run_goes_on_from_its_start(tmp_path, monkeypatch):
+    from partita.runs import loop
+
+    case = {**HOW, "sampler": pt.SGLD(1e-4)}
+    whole = pt.sample(posterior(), (X, Y), **case)
+    with monkeypatch.context() as m:
+        m.setattr(loop, "choose_engine", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            pt.sample(posterior(), (X, Y), out=tmp_path / "run", **case)
+    same(whole, pt.resume(tmp_path / "run", posterior(), (X, Y)))
+
+
+def test_stopped_between_its_last_step_and_its_end_a_run_is_finished_by_resume(tmp_path, monkeypatch):
+    from partita.runs.keeping import OnDisk
+
+    case = {**HOW, "sampler": pt.SGLD(1e-4)}
+    with monkeypatch.context() as m:
+        m.setattr(OnDisk, "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            pt.sample(posterior(), (X, Y), out=tmp_path / "run", **case)
+    assert "has not finished" in pt.load(tmp_path / "run", posterior()).stopped
+    assert pt.resume(tmp_path / "run", posterior(), (X, Y)).stopped is None
+    assert pt.load(tmp_path / "run", posterior()).stopped is None
+
+
+def test_loaders_whose_sampler_has_a_generator_of_its_own(tmp_path):
+    from torch.utils.data import RandomSampler
+
+    def loader():
+        data = TensorDataset(X, Y)
+        own = RandomSampler(data, generator=torch.Generator().manual_seed(5))
+        return DataLoader(data, batch_size=10, sampler=own)
+
+    case = {**HOW, "batch_size": None, "sampler": pt.SGLD(1e-4)}
+    whole = pt.sample(posterior(), loader(), **case)
+    pt.sample(posterior(), loader(), monitor=stop_at(30), out=tmp_path / "run", **case)
+    same(whole, pt.resume(tmp_path / "run", posterior(), loader()))
+
+
+def test_numbers_of_numpy_and_torch_from_monitors_are_recorded(tmp_path):
+    import numpy as np
+
+    seen = {"a": lambda m: np.float32(1.5), "b": lambda m: {"c": torch.tensor(2.5), "d": np.int64(3)}}
+    run = pt.sample(posterior(), (X, Y), sampler=pt.SGLD(1e-4), monitor=seen, out=tmp_path / "run", **HOW)
+    last = pt.load(tmp_path / "run", posterior()).metrics[-1]
+    assert (last["a"], last["b/c"], last["b/d"]) == (1.5, 2.5, 3)
+    assert run.metrics[-1]["a"] == 1.5
+
+
+def test_a_second_signal_does_not_break_the_saving_that_the_first_one_asked_for():
+    from partita.runs.halt import Halt
+
+    with Halt(catch=True) as halt:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert halt.asked == "stopped by SIGTERM"
+        with halt.waits():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert halt.asked == "stopped by SIGTERM"
+        with pytest.raises(KeyboardInterrupt):  # while it does not save, a second one is as without us
+            os.kill(os.getpid(), signal.SIGINT)

@@ -43,13 +43,14 @@ def register(app: typer.Typer, console: Console) -> None:
         finished one it says so; it never overwrites. Try: partita run digits"""
         from partita.runs.recipe import load
 
-        with _refusals(console, "run"):
+        with _refusals("run", as_json):
             wanted = load(recipe, sets or [])
             folder = out or Path("runs") / Path(recipe).stem
             found, fresh = _go(wanted, folder, quiet=as_json)
-        if not fresh and not as_json:
-            console.print(f"{folder} is finished: {found.settings['done']:,} steps, {len(found.steps):,} draws a chain")
-        _tell(found, folder, wanted, console, as_json, report=not no_report)
+            if not fresh and not as_json:
+                done = f"{found.settings['done']:,} steps, {len(found.steps):,} draws a chain"
+                console.print(f"{folder} is finished: {done}", markup=False, soft_wrap=True)
+            _tell(found, folder, wanted, console, as_json, report=not no_report)
 
     @app.command()
     def resume(
@@ -61,10 +62,10 @@ def register(app: typer.Typer, console: Console) -> None:
         """Go on with a run that was stopped, killed or preempted, or make a finished one longer."""
         from partita.runs.resume import resume as go_on
 
-        with _refusals(console, "resume"):
+        with _refusals("resume", as_json):
             recipe = _recipe(folder)
             found = go_on(folder, steps=steps, progress=False if as_json else None)
-        _tell(found, folder, recipe, console, as_json, report=not no_report)
+            _tell(found, folder, recipe, console, as_json, report=not no_report)
 
     @app.command()
     def report(
@@ -72,8 +73,9 @@ def register(app: typer.Typer, console: Console) -> None:
     ) -> None:
         """Write report.html and its pictures into each run's folder."""
         for folder in folders:
-            with _refusals(console, "report"):
-                console.print(f"{_report(_loaded(folder), folder, _recipe(folder))}")
+            with _refusals("report"):
+                page = _report(_loaded(folder), folder, _recipe(folder))
+                console.print(str(page), markup=False, soft_wrap=True)
 
     @app.command()
     def compare(
@@ -83,12 +85,16 @@ def register(app: typer.Typer, console: Console) -> None:
         """Put runs side by side: verdicts, scores, diagnostics, what differs in their settings."""
         from partita.answers.report import compare as side_by_side
 
-        with _refusals(console, "compare"):
+        with _refusals("compare"):
             if len(folders) < 2:
                 raise ValueError(f"got {len(folders)} run, expected at least two")
             runs = {str(f): _loaded(f) for f in folders}
-            tests = [_recipe(f).data()[1] for f in folders]
-            console.print(f"{side_by_side(runs, out, tests[0])}")
+            recipes = [_recipe(f) for f in folders]
+            alike = all(r.tables["data"] == recipes[0].tables["data"] for r in recipes)
+            if not alike:
+                console.print("the runs' recipes name different data: no scores, which no test set is common to")
+            page = side_by_side(runs, out, recipes[0].data()[1] if alike else None)
+            console.print(str(page), markup=False, soft_wrap=True)
 
     @app.command()
     def predict(
@@ -101,11 +107,13 @@ def register(app: typer.Typer, console: Console) -> None:
         """Predict at new inputs: probabilities with entropy and mutual information, or means with standard deviations."""
         from partita import tables
 
-        with _refusals(console, "predict"):
+        with _refusals("predict"):
+            tables.check_out(out)
             x = tables.inputs(inputs)
             rows = tables.answers(_loaded(folder).predict(x))
             tables.write(out, rows)
-            console.print(f"{len(next(iter(rows.values()))):,} predictions in {out}: {', '.join(rows)}")
+            said = f"{len(next(iter(rows.values()))):,} predictions in {out}: {', '.join(rows)}"
+            console.print(said, markup=False, soft_wrap=True)
 
 
 def _go(recipe: Recipe, folder: Path, quiet: bool) -> tuple[Run, bool]:
@@ -155,7 +163,7 @@ def _tell(found: Run, folder: Path, recipe: Recipe, console: Console, as_json: b
         console.print(escape(str(summary)), soft_wrap=True)
         if scores:
             console.print("test  " + "  ".join(f"{k} {v:.4g}" for k, v in scores.items()), soft_wrap=True)
-        console.print(f"samples in {folder}" + (f", report in {page}" if page else ""), soft_wrap=True)
+        console.print(f"samples in {folder}" + (f", report in {page}" if page else ""), markup=False, soft_wrap=True)
     if found.stopped is not None:
         raise typer.Exit(AGAIN if found.stopped.startswith("stopped by SIG") else FAILED)
 
@@ -184,19 +192,20 @@ def _recipe(folder: Path) -> Recipe:
 
 
 @contextlib.contextmanager
-def _refusals(console: Console, command: str) -> Iterator[None]:
-    """Errors of a user's input as one line and exit code 2, of a run as one line and exit code 1."""
-    from partita.runs import DivergenceError
-
+def _refusals(command: str, as_json: bool = False) -> Iterator[None]:
+    """What goes wrong as one line on stderr (and with --json as an object): exit code 2 for a user's input, 1 for a run."""
     sys.path.insert(0, "")  # where a recipe's own modules are looked for, as `python -m` does
     try:
         yield
-    except DivergenceError as e:
-        console.print(f"partita {command}: {escape(str(e))}", soft_wrap=True)
-        raise typer.Exit(FAILED) from None
-    except (ValueError, OSError, ImportError) as e:
-        console.print(f"partita {command}: {escape(' '.join(str(e).split()))}", soft_wrap=True)
-        raise typer.Exit(WRONG) from None
+    except typer.Exit:
+        raise
+    except (ValueError, OSError, ImportError, RuntimeError) as e:
+        said = " ".join(str(e).split()) or type(e).__name__
+        Console(stderr=True).print(f"partita {command}: {said}", markup=False, highlight=False, soft_wrap=True)
+        if as_json:
+            typer.echo(json.dumps({"error": said}))
+        failed = isinstance(e, RuntimeError) or hasattr(e, "run")  # while the run went
+        raise typer.Exit(FAILED if failed else WRONG) from None
     except KeyboardInterrupt:
-        console.print("interrupted")
+        Console(stderr=True).print("interrupted")
         raise typer.Exit(130) from None

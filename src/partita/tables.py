@@ -58,13 +58,19 @@ def _columns(name: str, t: Tensor) -> dict[str, np.ndarray]:
     return {name if t.dim() == 1 else f"{name}{j}": flat[:, j] for j in range(flat.shape[1])}
 
 
+def check_out(path: Path) -> None:
+    """Refused before any work is done."""
+    if path.suffix not in (".csv", ".npz"):
+        raise ValueError(f"out is {path}, expected a .csv or .npz file")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"out is {path}, expected a file in a folder that exists")
+
+
 def write(path: Path, columns: dict[str, np.ndarray]) -> None:
     if path.suffix == ".npz":
         np.savez(path, **columns)  # type: ignore[arg-type]
-    elif path.suffix == ".csv":
+    else:
         with path.open("w", newline="", encoding="utf-8") as f:
             out = csv.writer(f)
             out.writerow(columns)
             out.writerows([f"{v:.7g}" for v in row] for row in zip(*columns.values()))
-    else:
-        raise ValueError(f"out is {path}, expected a .csv or .npz file")

@@ -64,7 +64,9 @@ class Loader:
     def inputs(self, rows: int) -> Iterator[Any]:
         """Looked up once and put back: a second pass beside the first would move the loader's random state."""
         if not self._inputs:
-            few = max(min(rows, self.N) // self.B, 1)  # of one pass, which `restore` can go through again
+            few = max(
+                min(rows // self.B, self.N // self.B, len(self.loader)), 1
+            )  # of one pass: `restore` goes through one
             self._ahead.extend(islice(self._source, max(few - len(self._ahead), 0)))
             self._inputs = [self._send(x) for x, _ in islice(self._ahead, few)]
         return iter(self._inputs)
@@ -78,8 +80,9 @@ class Loader:
         """Go through the present pass again, up to that place. Moves torch's random state, as the pass did."""
         seen, ahead = state["place"].tolist()
         torch.set_rng_state(state["began.cpu"])
-        if self.loader.generator is not None and "began.own" in state:
-            self.loader.generator.set_state(state["began.own"])
+        for i, own in enumerate(self._generators()):
+            if f"began.{i}" in state:
+                own.set_state(state[f"began.{i}"])
         self._source, self._ahead = self._forever(), deque(maxlen=ahead)
         self._seen = 0
         while self._seen < seen:
@@ -99,6 +102,14 @@ class Loader:
             raise ValueError(f"batch {number:,} of the DataLoader: {e}") from None
         return x, y
 
+    def _generators(self) -> list[torch.Generator]:
+        """Those a pass draws its order from."""
+        inner = self.loader.batch_sampler
+        found = [
+            getattr(o, "generator", None) for o in (self.loader, self.loader.sampler, getattr(inner, "sampler", None))
+        ]
+        return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
     def _send(self, batch: Any) -> Any:
         """A batch on the device."""
         if self._side is None:
@@ -114,8 +125,9 @@ class Loader:
 
     def _forever(self) -> Iterator[tuple[Any, Tensor]]:
         while True:
-            full, self._seen, own = 0, 0, self.loader.generator
-            self._began = {"cpu": torch.get_rng_state(), **({} if own is None else {"own": own.get_state()})}
+            full, self._seen = 0, 0
+            owns = {str(i): own.get_state() for i, own in enumerate(self._generators())}
+            self._began = {"cpu": torch.get_rng_state(), **owns}
             for number, batch in enumerate(self.loader):
                 self._seen = number + 1
                 x, y = self._pair(batch, number)

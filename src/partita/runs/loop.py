@@ -41,24 +41,30 @@ class Loop:
         self.temperature = TemperatureCheck(plan.theta)
         self.heat = torch.zeros_like(plan.theta, dtype=torch.float64)
         self.chains = self.step.init(plan.theta)
-        chosen = choose_engine(settings["engine"], self.step, self.chains, self.steps)
-        self.engine = chosen.engine
-        settings |= {"engine": chosen.engine.name, "engine_why": chosen.why}
-        settings["notes"] += [chosen.why] if chosen.fell_back else []
         self.done = 0
         self.seconds = 0.0
         self.stopped: str | None = None
+
+    def begin(self, monitors: list) -> None:
+        """What comes before the first step. The start is saved first of all: choosing an engine may take a minute, and a
+        run that is killed meanwhile can be gone on with."""
+        if self.done == 0:
+            self._save(monitors)
+        chosen = choose_engine(self.settings["engine"], self.step, self.chains, self.steps)
+        self.engine = chosen.engine
+        self.settings |= {"engine": chosen.engine.name, "engine_why": chosen.why}
+        self.settings["notes"] += [chosen.why] if chosen.fell_back else []
+        self.kept.settle(self.settings)
 
     def go(self, monitors: list, bar: Progress, halt: Halt) -> Run:
         chains, history = self.chains, self.step.structure.history
         warm = Eager(self._joint())
         good, good_at, t = chains.theta.clone(), self.done, self.done
         before_now, began = self.seconds, time.perf_counter()
-        self.kept.settle(self.settings)
+        whole = True  # the state is that after a step, not within one
         try:
-            if self.done == 0:
-                self._save(monitors)  # killed before the first draw, the run can be gone on with all the same
             for t in range(self.done + 1, self.steps + 1):
+                whole = False
                 rate = self.sampler.schedule(min(t, self.settings["horizon"]) - 1, self.settings["horizon"])
                 engine = warm if history is not None and t <= history.warm_up else self.engine
                 before = chains.theta.clone() if self._keeps(t - 1) else None
@@ -76,30 +82,34 @@ class Loop:
                 if self._keeps(t):
                     self._keep(chains, t)
                 self.done, self.seconds = t, before_now + time.perf_counter() - began
+                whole = True
                 if t % self.settings["monitor_every"] == 0 or t == self.steps:
                     self._watch(chains, monitors, t)
                 if bar.due(t):
                     bar.update(t, float(self._energy(grad).mean()) / self.step.batches.N)
                 if self.kept.due:
-                    self._save(monitors)
+                    with halt.waits():
+                        self._save(monitors)
                 if halt.asked and t < self.steps:
                     self.stopped = self.stopped or f"{halt.asked} at step {t:,} of {self.steps:,}"
                 if self.stopped is not None:
                     break
         except KeyboardInterrupt:
             self.stopped = f"interrupted at step {t:,} of {self.steps:,}"
-            return self._run()  # within a step: what was saved before stands
+            return self._run()  # perhaps within a step: what was saved before stands
         except DivergenceError:
             self.kept.close()
             raise
         except Exception as e:  # of a monitor or a data loader: what was sampled until then is not lost
             self.stopped = f"failed at step {t:,}: {type(e).__name__}"
-            self._save(monitors)
+            if whole:  # within a step, what was saved before stands
+                self._save(monitors)
             e.run = self._run()  # type: ignore[attr-defined]
             e.add_note(f"The run until then is in this exception's .run: {e.run}")  # type: ignore[attr-defined]
             raise
-        self._save(monitors)
-        return self._run()
+        with halt.waits():
+            self._save(monitors)
+            return self._run()
 
     # -- what a checkpoint holds -------------------------------------------------------------------------------------
     def state(self, monitors: list) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -122,6 +132,8 @@ class Loop:
         into = {"theta": self.chains.theta, "heat": self.heat}
         into |= {f"sampler/{k}": v for k, v in self.chains.sampler.items()}
         into |= {f"history/{k}": v for k, v in self.chains.history.items()}
+        if other := sorted(k for k in tensors if k.startswith(("sampler/", "history/")) and k not in into):
+            raise ValueError(f"the checkpoint holds {', '.join(other)}, expected none: another sampler or structure?")
         for name, mine in into.items():
             saved = tensors.get(name)
             if saved is None or saved.shape != mine.shape:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -154,10 +156,16 @@ def recalibrated(target: Posterior, theta: Tensor, batches: Any, rows: int = REC
 def heard(said: Any) -> tuple[Record, str | None]:
     """What a monitor said: a record, and why the run is to stop."""
     if isinstance(said, Mapping):
-        return dict(said), None
+        return {str(k): _plain(v) for k, v in said.items()}, None
     if said is None or isinstance(said, str):
         return {}, said
     raise ValueError(f"a monitor returned {said!r}, expected a dict to record, a string to stop the run, or None")
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy or torch as Python's own, as records hold."""
+    single = isinstance(value, np.generic) or (isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) == 1)
+    return value.item() if single else value
 
 
 def _named(name: str, f: Callable[[Moment], Any]) -> Monitor:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import hashlib
 import platform
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -20,10 +22,13 @@ from partita.target import ParameterSpace, Posterior, Target
 from partita.target.trees import leaves
 
 NAMES = 4096  # more group names than this are numbers when a run is loaded
+FOREVER = 2**62
 HASHED = 2**28  # bytes of data looked at for the digest; of more, rows evenly spread
 
 
-def about(target: Target, plan: Plan, sampler: Any, structure: Any, settings: dict[str, Any]) -> dict[str, Any]:
+def about(
+    target: Target, plan: Plan, sampler: Any, structure: Any, augment: Any, settings: dict[str, Any]
+) -> dict[str, Any]:
     """The content of run.json."""
     groups = plan.step.structure.groups
     return {
@@ -31,7 +36,9 @@ def about(target: Target, plan: Plan, sampler: Any, structure: Any, settings: di
         "settings": settings,
         "sampler": _described(sampler),
         "structure": _described(structure),
-        "target": {"kind": type(target).__name__, "said": repr(target), "temperature": target.temperature},
+        "augment": None if augment is None else _described(augment),
+        "target": said(target),
+        "past": Past.of(plan.step.structure.history).most if plan.step.structure.history is not None else None,
         "space": layout(target.space),
         "ensembles": plan.ensembles,
         "forget_at": plan.forget_at,
@@ -42,6 +49,25 @@ def about(target: Target, plan: Plan, sampler: Any, structure: Any, settings: di
         "finished": False,
         "stopped": None,
     }
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a summary asks of a history: how far back it reaches, in steps (None: it has no past)."""
+
+    most: int | None
+
+    @classmethod
+    def of(cls, history: Any) -> Past:
+        return cls(history.span(FOREVER))
+
+    def span(self, steps: int) -> int | None:
+        return None if self.most is None else min(steps, self.most)
+
+
+def said(thing: Any) -> str:
+    """Its repr, without the addresses that differ from process to process."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(thing))
 
 
 def fixed(target: Target, plan: Plan) -> dict[str, Tensor]:

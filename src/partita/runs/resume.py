@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from partita.runs.run import Run
 from partita.runs.setup import prepare, seeded
 from partita.runs.store import checkpoints
 from partita.runs.torchstate import switched
+from partita.structure import Joint
 from partita.target import Posterior, Target
 
 
@@ -55,7 +58,7 @@ def load(path: str | Path, target: Target | None = None) -> Run:
         probe=_probe(info, fixed),
         ensembles=info["ensembles"],
         groups=groups,
-        history=getattr(build(info["structure"], "structure"), "history", None) if info["structure"] else None,
+        history=record.Past(info["past"]) if info["past"] is not None else None,  # nothing in the folder is run
         forgotten=info["forget_at"] or 0,
     )
 
@@ -90,21 +93,26 @@ def resume(
         recipe = _recipe(path)
         target, (train, test) = recipe.posterior(), recipe.data()
         data = train if data is None else data
-        augment = augment or recipe.settings.get("augment")
+        parts = recipe.settings
+        augment, sampler = augment or parts.get("augment"), sampler or parts["sampler"]
+        structure = structure or parts.get("structure", Joint())
         monitor = {"test": test} if monitor is None and test is not None and recipe.watches else monitor
     check_target(target)
     target = _held(target, info, store.fixed(path))
-    sampler = sampler or _built(info["sampler"], "sampler")
-    structure = structure or _built(info["structure"], "structure")
+    sampler = _same(sampler or _built(info["sampler"], "sampler"), settings["sampler"], "sampler")
+    structure = _same(structure or _built(info["structure"], "structure"), settings["structure"], "structure")
+    if settings["augment"] is not None:
+        augment = _same(augment or _built(info["augment"], "augment"), settings["augment"], "augment")
+    elif augment is not None:
+        raise ValueError(f"augment is {augment!r}, expected None: the run began without")
     monitors = as_monitors(monitor, target)
     with (
         OnDisk(path, settings["rows"]) as kept,
-        seeded(settings["seed"], device, target) as dev,
+        seeded(settings["seed"], _device(settings["device"]) if device == "auto" else device, target) as dev,
         switched(settings["precision"]),
     ):
-        state, values = kept.writer.checkpoint() or ({}, {})
-        whole_to = kept.writer.checkpoint_next
-        if whole_to is not None and whole_to < kept.writer.committed:
+        whole_to, state, values = kept.writer.newest() or (0, {}, {})
+        if state and whole_to < kept.writer.committed:
             kept.writer.rewind(whole_to)  # a newer checkpoint was lost: those draws come again
         if not state:
             raise ValueError(f"{path} holds no checkpoint: expected one, start the run anew elsewhere")
@@ -116,6 +124,8 @@ def resume(
         if total < values["t"]:
             raise ValueError(f"steps is {total:,}, expected at least the {values['t']:,} that the run has taken")
         if total == values["t"]:
+            if not info["finished"]:  # it was stopped between its last step and its end
+                kept.finish({**settings, "done": total}, None)
             return load(path, target)
         settings |= {"steps": total, "notes": [], "device": str(dev), "seconds": values["seconds"]}
         plan = prepare(
@@ -135,16 +145,22 @@ def resume(
             augment=augment,
         )
         _check_data(info["data"], record.digest(plan.step.batches))
-        settings["notes"] = [*plan.notes, *_elsewhere(info["machine"], record.machine(dev))]
+        left = sorted(set(settings["monitors"]) - {m.name for m in monitors if isinstance(m, ScoreMonitor)})
+        notes = [f"goes on without the monitor {name!r} that it had" for name in left]
+        notes += _elsewhere(info["machine"], record.machine(dev))
+        settings["notes"] = [*dict.fromkeys([*info["settings"]["notes"], *plan.notes, *notes])]
         loop = Loop(plan, sampler, target, settings, kept)
         for m in monitors:
             if isinstance(m, ScoreMonitor):
                 m.attach(plan.step, dev)
         loop.metrics = [m for m in _records(path) if m["step"] <= values["t"]]
+        loop.restore(state, values, monitors)
+        del state  # with a long history it is most of the memory
         store.update(path, settings=settings, machine=record.machine(dev), finished=False, stopped=None)
-        with Halt(catch=True) as halt, Progress(total, settings, show=progress, done=values["t"]) as bar:
-            loop.restore(state, values, monitors)
-            return told(loop.go(monitors, bar, halt), path)
+        with Halt(catch=True) as halt:
+            loop.begin(monitors)
+            with Progress(total, settings, show=progress, done=loop.done) as bar:
+                return told(loop.go(monitors, bar, halt), path)
 
 
 def told(run: Run, path: Path) -> Run:
@@ -169,6 +185,8 @@ def _held(target: Target, info: dict[str, Any], fixed: dict[str, Tensor]) -> Tar
     """The target with the run's own values of all that is not random in it."""
     check_target(target)
     record.check_layout(info["space"], target.space)
+    if (here := record.said(target)) != info["target"]:
+        raise ValueError(f"the posterior is {here}, expected the run's: {info['target']}")
     if not isinstance(target, Posterior):
         return target
     return target.holding({k.removeprefix("model/"): v for k, v in fixed.items() if k.startswith("model/")})
@@ -177,7 +195,28 @@ def _held(target: Target, info: dict[str, Any], fixed: dict[str, Tensor]) -> Tar
 def _built(described: Any, what: str) -> Any:
     if described is None:
         raise ValueError(f"the run does not say what its {what} was, expected it: pt.resume(..., {what}=...)")
+    if any(":" in s for s in _strings(described)):
+        raise ValueError(f"the run's {what} names code of yours, expected it to be passed: pt.resume(..., {what}=...)")
     return build(described, what)
+
+
+def _strings(table: Any) -> Iterator[str]:
+    """Every string in a description: one that holds a colon would be imported."""
+    if isinstance(table, dict):
+        for v in table.values():
+            yield from _strings(v)
+    elif isinstance(table, list):
+        for v in table:
+            yield from _strings(v)
+    elif isinstance(table, str):
+        yield table
+
+
+def _same(part: Any, saved: str, what: str) -> Any:
+    """The part, when it is the one that the run began with."""
+    if record.said(part) != re.sub(r" at 0x[0-9a-fA-F]+", "", saved):
+        raise ValueError(f"the {what} is {part!r}, expected the run's: {saved}")
+    return part
 
 
 def _check_data(saved: dict[str, Any], here: dict[str, Any]) -> None:

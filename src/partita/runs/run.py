@@ -15,7 +15,6 @@ from partita.answers.predictive import Prediction, predict
 from partita.answers.stream import Streamed, marginal_rows, stream
 from partita.answers.summary import Mixing, Summary
 from partita.runs.checks import whole
-from partita.structure.history import History
 from partita.structure.partitions import Groups
 from partita.target import ParameterSpace, Posterior, Target
 from partita.target.trees import leaves, map_tree
@@ -47,7 +46,7 @@ class Run:
     probe: Any
     ensembles: int
     groups: Groups
-    history: History | None
+    history: Any  # or what is known of its span
     forgotten: int = 0
 
     @property

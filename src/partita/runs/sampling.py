@@ -123,6 +123,8 @@ def sample(
             "precision": precision,
             "chains_run": plan.step.energies.how,
             "notes": [*plan.notes, *notes],
+            "augment": None if augment is None else repr(augment),
+            "monitors": [m.name for m in monitors if isinstance(m, ScoreMonitor)],
             "horizon": steps,
             "monitor_every": monitor_every or max(1, steps // 10),
             "keep": keep,
@@ -133,7 +135,10 @@ def sample(
         }
         if folder is not None:
             store.create(
-                folder, record.about(target, plan, sampler, whole, settings), record.fixed(target, plan), recipe
+                folder,
+                record.about(target, plan, sampler, whole, augment, settings),
+                record.fixed(target, plan),
+                recipe,
             )
         C, D = plan.theta.shape
         kept = (
@@ -141,12 +146,13 @@ def sample(
             if folder is None
             else OnDisk(folder, settings["rows"])
         )
-        with kept:
+        with kept, Halt(catch=kept.durable) as halt:
             loop = Loop(plan, sampler, target, settings, kept)
             for m in monitors:
                 if isinstance(m, ScoreMonitor):
                     m.attach(plan.step, dev)
-            with Halt(catch=kept.durable) as halt, Progress(steps, settings, show=progress) as bar:
+            loop.begin(monitors)
+            with Progress(steps, settings, show=progress) as bar:
                 run = loop.go(monitors, bar, halt)
         return run if folder is None else told(run, folder)
 

@@ -133,4 +133,5 @@ def _forked() -> None:
         lease._drop()
 
 
-os.register_at_fork(after_in_child=_forked)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forked)
