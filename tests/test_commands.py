@@ -161,7 +161,7 @@ def test_bad_tables_of_inputs(place):
 
 def test_a_preempted_run_exits_with_75_and_the_same_command_goes_on(place):
     command = [sys.executable, "-m", "partita", "run", place / "tiny.toml", "--out", place / "long", "--no-report"]
-    for one in ("steps=200000", "burn_in=10", "thin=10", "monitor_every=10", "engine=eager"):
+    for one in ("steps=200000", "burn_in=5", "thin=1", "monitor_every=10", "engine=eager"):
         command += ["--set", f"run.{one}"]
     command = [str(c) for c in command]
     own = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
