@@ -146,7 +146,9 @@ def test_wrong_input_is_one_line_and_exit_code_2(words, said, tmp_path, monkeypa
 
 def test_bad_tables_of_inputs(place):
     for name, text, match in (
-        ("words.csv", "a,b\n1,x\n", "row 1 of .* is '1,x', expected 2 numbers"),
+        ("words.csv", "a,b\n1,x\n", "row 2 of .* is '1,x', expected 2 numbers"),
+        ("first.csv", "1,dog\n1,2\n", "row 1 of .* is '1,dog'"),
+        ("gap.csv", "1,\n1,2\n", "row 1 of"),
         ("ragged.csv", "1,2\n3\n", "row 2 of .* expected 2 numbers"),
         ("empty.csv", "a,b\n", "has no rows"),
         ("other.txt", "1,2\n", "is a .txt file, expected .csv or .npz"),

@@ -67,7 +67,7 @@ def laws(
 
     try:
         sys.path.insert(0, "")  # where a sampler of the user's own may lie
-        chosen = report.own_rows(sampler) if sampler else report.rows(full, only)
+        chosen = report.own_rows(sampler, only) if sampler else report.rows(full, only)
     except ValueError as e:
         console.print(f"partita laws: {escape(str(e))}")
         raise typer.Exit(2) from None

@@ -129,8 +129,10 @@ def _go(recipe: Recipe, folder: Path, quiet: bool) -> tuple[Run, bool]:
     if set(other) - {"run.steps"}:
         said = "; ".join(f"{k} {a!r} -> {b!r}" for k, (a, b) in list(other.items())[:4])
         raise ValueError(f"{folder} holds a run of another recipe ({said}), expected the same, or another --out")
-    if store.about(folder)["finished"] and store.about(folder)["settings"]["steps"] >= steps:
-        return load(folder), False
+    if store.about(folder)["finished"]:
+        found = load(folder)
+        if found.settings["done"] >= steps:  # less where draws were lost: they come again
+            return found, False
     return resume(folder, steps=steps, progress=progress), True
 
 
@@ -187,7 +189,7 @@ def _recipe(folder: Path) -> Recipe:
 
     text = store.recipe(folder)
     if text is None:
-        raise ValueError(f"{folder} holds no recipe (it came from pt.sample), expected one: use pt.load and pt.report")
+        raise ValueError(f"{folder} holds no recipe (it came from pt.sample), expected one: use pt.load and run.report")
     return parse(text, name=str(folder / "recipe.toml"))
 
 

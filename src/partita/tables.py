@@ -13,7 +13,7 @@ from partita.answers.predictive import Prediction
 
 
 def inputs(path: Path) -> Tensor:
-    """x of an NPZ file, or the numbers of a CSV file, one input a row; a first line that is no numbers is a header."""
+    """x of an NPZ file, or the numbers of a CSV file, one input a row; a first line without any number is a header."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}, expected a .csv or .npz file of inputs")
     if path.suffix == ".npz":
@@ -26,11 +26,13 @@ def inputs(path: Path) -> Tensor:
         raise ValueError(f"{path} is a {path.suffix or 'nameless'} file, expected .csv or .npz")
     with path.open(newline="", encoding="utf-8-sig") as f:
         lines = [row for row in csv.reader(f) if row]
-    if lines and not _numbers(lines[0]):
-        lines = lines[1:]
+    header = bool(lines) and not any(_numbers([cell]) or not cell.strip() for cell in lines[0])
+    lines = lines[header:]
     for i, row in enumerate(lines):
         if not _numbers(row) or len(row) != len(lines[0]):
-            raise ValueError(f"row {i + 1} of {path} is {','.join(row)[:60]!r}, expected {len(lines[0])} numbers")
+            raise ValueError(
+                f"row {i + 1 + header} of {path} is {','.join(row)[:60]!r}, expected {len(lines[0])} numbers"
+            )
     if not lines:
         raise ValueError(f"{path} has no rows, expected at least one")
     return torch.tensor([[float(v) for v in row] for row in lines])

@@ -41,12 +41,12 @@ def rows(full: bool, only: str = "") -> list[Row]:
     return [r for r in chosen if only.lower() in str(r).lower()]
 
 
-def own_rows(sampler: str) -> list[Row]:
+def own_rows(sampler: str, only: str = "") -> list[Row]:
     """The rows of a sampler that is not ours, "package.module:name"."""
     from partita.laws import own
 
     own.load(sampler)  # refused here, once, rather than in every row
-    return list(own.cells(sampler))
+    return [c for c in own.cells(sampler) if only.lower() in str(c).lower()]
 
 
 def run_row(row: Row, seed: int = 0) -> Outcome:
@@ -108,6 +108,8 @@ def false_alarms(outcomes: list[Outcome]) -> str:
     bad = {o.seed for o in outcomes if not o.passed}
     z = sorted((o.result.z for o in outcomes if o.result), reverse=True)
     n = sum(o.result.comparisons for o in outcomes if o.result)
+    if not z:
+        return "no row could be run: " + next((o.error for o in outcomes if o.error), "there is none")
     beyond = sum(1 for v in z if v > 4)
     return (
         f"{len(seeds)} tables of {len(outcomes) // len(seeds)} rows: {len(bad)} with a row beyond {Z:g} standard errors; "

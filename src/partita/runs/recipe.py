@@ -49,7 +49,15 @@ SECTIONS = {  # and an example of those that every recipe needs
 }
 MODELS: Kinds = {"mlp": models.mlp, "convnet": models.convnet, "resnet": models.resnet}
 RUN_HINTS = {"init": Literal[*STARTS], "monitor": bool}
-NOT_IN_RUN = ("target", "data", "sampler", "structure", "augment", "recipe")  # these are, or make, the other sections
+NOT_IN_RUN = (
+    "target",
+    "out",
+    "data",
+    "sampler",
+    "structure",
+    "augment",
+    "recipe",
+)  # these are, or make, the other sections
 NOT_IN_POSTERIOR = ("model", "likelihood", "prior", "forward")
 
 

@@ -122,7 +122,7 @@ class Run:
         gaps = [m["composition_gap"] for m in kept]
         mean, error = self._temperature()
         return Summary(
-            chains=x.shape[0],
+            chains=int(self.settings["chains"]),
             draws=x.shape[1],
             ensembles=self.ensembles,
             target_temperature=self.target.temperature,
