@@ -119,7 +119,7 @@ def same(a, b):
     return type(a) is type(b) and a == b
 
 
-@pytest.mark.parametrize("place, obj", CASES, ids=[f"{p} {o!r}"[:60] for p, o in CASES])
+@pytest.mark.parametrize("place, obj", CASES, ids=[f"{p} {type(o).__name__} {i}" for i, (p, o) in enumerate(CASES)])
 def test_what_is_described_can_be_built(place, obj):
     table = describe(obj)
     assert json.loads(json.dumps(table)) == table  # nothing but plain values
