@@ -422,3 +422,17 @@ def test_a_second_signal_does_not_break_the_saving_that_the_first_one_asked_for(
         assert halt.asked == "stopped by SIGTERM"
         with pytest.raises(KeyboardInterrupt):  # while it does not save, a second one is as without us
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_lost_checkpoint_costs_no_draws_until_the_run_really_goes_on(tmp_path):
+    case = {**HOW, "sampler": pt.SGLD(1e-4), "structure": S}
+    whole = pt.sample(posterior(), (X, Y), **case)
+    path = tmp_path / "run"
+    pt.sample(posterior(), (X, Y), monitor=stop_at(30), out=path, **case)
+    pt.resume(path, posterior(), (X, Y), monitor=stop_at(50))
+    max((path / "group-000").glob("ckpt-*")).unlink()
+    before = contents(path)
+    with pytest.raises(ValueError, match="not those the run began with"):
+        pt.resume(path, posterior(), (X + 1, Y))
+    assert contents(path) == before
+    same(whole, pt.resume(path, posterior(), (X, Y)))

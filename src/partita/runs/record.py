@@ -37,7 +37,6 @@ def about(
         "sampler": _described(sampler),
         "structure": _described(structure),
         "augment": None if augment is None else _described(augment),
-        "target": said(target),
         "past": Past.of(plan.step.structure.history).most if plan.step.structure.history is not None else None,
         "space": layout(target.space),
         "ensembles": plan.ensembles,
@@ -65,9 +64,9 @@ class Past:
         return None if self.most is None else min(steps, self.most)
 
 
-def said(thing: Any) -> str:
-    """Its repr, without the addresses that differ from process to process."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(thing))
+def without_addresses(said: str) -> str:
+    """A repr without what differs from process to process."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", said)
 
 
 def fixed(target: Target, plan: Plan) -> dict[str, Tensor]:

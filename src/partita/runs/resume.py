@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,8 +111,6 @@ def resume(
         switched(settings["precision"]),
     ):
         whole_to, state, values = kept.writer.newest() or (0, {}, {})
-        if state and whole_to < kept.writer.committed:
-            kept.writer.rewind(whole_to)  # a newer checkpoint was lost: those draws come again
         if not state:
             raise ValueError(f"{path} holds no checkpoint: expected one, start the run anew elsewhere")
         if bad := values.get("diverged"):
@@ -155,6 +152,8 @@ def resume(
                 m.attach(plan.step, dev)
         loop.metrics = [m for m in _records(path) if m["step"] <= values["t"]]
         loop.restore(state, values, monitors)
+        if whole_to < kept.writer.committed:
+            kept.writer.rewind(whole_to)  # a newer checkpoint was lost: those draws come again
         del state  # with a long history it is most of the memory
         store.update(path, settings=settings, machine=record.machine(dev), finished=False, stopped=None)
         with Halt(catch=True) as halt:
@@ -185,8 +184,7 @@ def _held(target: Target, info: dict[str, Any], fixed: dict[str, Tensor]) -> Tar
     """The target with the run's own values of all that is not random in it."""
     check_target(target)
     record.check_layout(info["space"], target.space)
-    if (here := record.said(target)) != info["target"]:
-        raise ValueError(f"the posterior is {here}, expected the run's: {info['target']}")
+    _same(target, info["settings"]["target"], "posterior")
     if not isinstance(target, Posterior):
         return target
     return target.holding({k.removeprefix("model/"): v for k, v in fixed.items() if k.startswith("model/")})
@@ -214,7 +212,7 @@ def _strings(table: Any) -> Iterator[str]:
 
 def _same(part: Any, saved: str, what: str) -> Any:
     """The part, when it is the one that the run began with."""
-    if record.said(part) != re.sub(r" at 0x[0-9a-fA-F]+", "", saved):
+    if record.without_addresses(repr(part)) != record.without_addresses(saved):
         raise ValueError(f"the {what} is {part!r}, expected the run's: {saved}")
     return part
 

@@ -78,12 +78,8 @@ class SampleWriter:
     @property
     def checkpoint_next(self) -> int | None:
         """The `next` of what `checkpoint` gives: below `committed` when a checkpoint was lost or damaged."""
-        found = self._newest()
+        found = self.newest()
         return None if found is None else found[0]
-
-    def newest(self) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
-        """Both in one reading."""
-        return self._newest()
 
     def beat(self) -> None:
         """Still here: other hosts take a lease for free that shows no sign for long."""
@@ -92,10 +88,11 @@ class SampleWriter:
 
     def checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """State and values of the newest undamaged checkpoint; see `checkpoint_next` and `rewind`."""
-        found = self._newest()
+        found = self.newest()
         return None if found is None else found[1:]
 
-    def _newest(self) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
+    def newest(self) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
+        """Both in one reading: next, state, values."""
         self.skipped = []
         return checkpoints.latest(self.folder, self.committed, self.skipped)
 
